@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +89,40 @@ def test_programmatic_launch_changes_no_bit() -> None:
         results.append(chain(x, w, 200))
     set_programmatic_launch(before)
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+OTHER_PROBE = """
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry probe_read(.param .u64 p, .param .u64 count) { ret; }
+.visible .entry probe_empty() { ret; }
+"""
+READS = """
+import torch
+from exl_kernels import cuda_ops
+from exl_kernels.errors import DeviceError
+buffer, sink = (torch.zeros(n, dtype=torch.uint8, device="cuda:0") for n in (1 << 20, 16))
+try:
+    cuda_ops.read_all(buffer, sink)
+except DeviceError as error:
+    print(error)
+"""
+
+
+def test_an_image_of_other_parameters_is_rejected(tmp_path: Path) -> None:
+    """Where `EXL_CUDA_IMAGES` names kernels of other sources. Drivers of CUDA 12.4 and later tell their parameters."""
+    (tmp_path / "probe.fatbin").write_bytes(OTHER_PROBE.encode() + b"\0")
+    emulated = "import emulated_plugin\n" if "emulated_plugin" in sys.modules else ""
+    done = subprocess.run(
+        [sys.executable, "-c", emulated + READS],
+        env={**os.environ, "EXL_CUDA_IMAGES": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    words = "probe_read of the loaded image takes parameters of [8, 8] bytes, in this build's sources of [8, 8, 8]"
+    assert words in done.stdout, done.stderr
 
 
 def test_launches_are_counted_and_the_benchmarks_probes_run() -> None:

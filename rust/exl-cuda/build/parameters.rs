@@ -3,7 +3,7 @@
 //! For each kernel the build generates its list of parameters, which launches are compared with, and for kernels that take the same
 //! parameters a Rust struct with one field for each. A launch fills in such a struct (src/parameters.rs).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -205,7 +205,7 @@ fn list(parameters: &Parameters) -> String {
         let kind = match kind {
             Kind::Pointer => "Kind::Pointer".to_owned(),
             Kind::Number(number) => format!("Kind::Number({number:?})"),
-            Kind::Struct(name) => format!("Kind::Struct({name:?})"),
+            Kind::Struct(name) => format!("Kind::Struct({name:?}, cuda::{name}::BYTES)"),
         };
         format!("Parameter {{ name: {name:?}, kind: {kind} }}")
     };
@@ -256,19 +256,28 @@ fn module_of_structs(structs: &BTreeMap<String, (Parameters, Vec<String>)>) -> S
 
 /// A type for each CUDA struct whose layout the sources state.
 fn module_of_markers() -> Result<String, String> {
-    let mut names = BTreeSet::new();
+    let mut stated = BTreeMap::new();
     for path in [kernels::sources("cu")?, kernels::sources("cuh")?].concat() {
         let source = kernels::read(&path)?;
-        let stated = source
-            .lines()
-            .filter_map(|line| line.trim_start().strip_prefix("ABI_SIZE(")?.split_once(','));
-        for (name, _) in stated {
-            names.insert(name.to_owned());
+        for line in source.lines() {
+            let size = line.trim_start().strip_prefix("ABI_SIZE(");
+            if let Some((name, rest)) = size.and_then(|rest| rest.split_once(','))
+                && let Some((bytes, _)) = rest.split_once(')')
+            {
+                stated.insert(name.to_owned(), bytes.trim().to_owned());
+            }
         }
     }
-    let mut text = String::from("/// The CUDA structs.\npub(crate) mod cuda {\n");
-    for name in names {
-        writeln!(text, "    pub enum {name} {{}}").expect("a String");
+    let mut text = String::from(
+        "/// The CUDA structs, with their sizes.\n#[allow(dead_code)]\npub(crate) mod cuda {\n",
+    );
+    for (name, bytes) in stated {
+        writeln!(
+            text,
+            "    pub enum {name} {{}}\n    \
+             impl {name} {{ pub const BYTES: usize = {bytes}; }}"
+        )
+        .expect("a String");
     }
     Ok(text + "}\n")
 }

@@ -9,7 +9,7 @@ use std::sync::{Mutex, Once, OnceLock};
 
 use crate::capabilities::{Capabilities, LIMITS_VARIABLE, chosen, own_arch};
 use crate::driver::{Driver, Reason};
-use crate::ffi::{self, CuContext, CuDevice, CuFunction, CuModule};
+use crate::ffi::{self, CUDA_SUCCESS, CuContext, CuDevice, CuFunction, CuModule};
 use crate::images;
 use crate::launch::{CudaError, check};
 use crate::parameters::Expected;
@@ -131,7 +131,7 @@ impl Device {
         let handle = if let Some(&handle) = function.handle.get() {
             handle
         } else {
-            let found = with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
+            let found = with_relaxed_capture(self.driver, || self.resolve(name, function))?;
             *function.handle.get_or_init(|| found)
         };
         // From 48 KB on, a kernel's own static memory included, the attribute is needed; the limit only grows.
@@ -180,14 +180,17 @@ impl Device {
     }
 
     /// Find a kernel in the image of its file. The first call loads the image.
-    fn resolve(&self, name: &str, file: &'static str) -> Result<CuFunction, CudaError> {
+    fn resolve(&self, name: &str, function: &Function) -> Result<CuFunction, CudaError> {
         let functions = &self.driver.functions;
-        let module = self.modules[file].get(self.driver, file)?;
+        let module = self.modules[function.file].get(self.driver, function.file)?;
         let mut handle: CuFunction = std::ptr::null_mut();
         let symbol = CString::new(name).map_err(|_| CudaError::NoKernel(name.to_owned()))?;
         // SAFETY: a loaded module and a zero-terminated name.
         let code = unsafe { (functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
         check(self.driver, code, "cuModuleGetFunction", name)?;
+        if let Some(found) = self.parameter_sizes(handle) {
+            function.parameters.check_image(name, &found)?;
+        }
         // Kernels of a step that run on an SM at the same time must agree on its shared-memory carveout. Two blocks of `sample_wide` must
         // fit on an SM.
         if ["gemv_ring_", "gemm_few_", "attention_", "sample_wide"]
@@ -201,13 +204,30 @@ impl Device {
         Ok(handle)
     }
 
+    /// Sizes of the parameters of a loaded kernel; `None` if the driver does not tell: before CUDA 12.4 it does not.
+    fn parameter_sizes(&self, handle: CuFunction) -> Option<Vec<usize>> {
+        let ask = self.driver.functions.parameter_info?;
+        let mut sizes = Vec::new();
+        loop {
+            let (mut offset, mut size) = (0, 0);
+            // SAFETY: a live function handle; writes two sizes.
+            let code = unsafe { ask(handle, sizes.len(), &raw mut offset, &raw mut size) };
+            match code {
+                CUDA_SUCCESS => sizes.push(size),
+                // There is no parameter of this number.
+                ffi::CUDA_ERROR_INVALID_VALUE => return Some(sizes),
+                _ => return None,
+            }
+        }
+    }
+
     /// Load the kernels of [`FIRST`]. PTX is left alone, since the driver would compile what the model may not use.
     fn load_first(&self) {
         let native = self.info.arch.is_some_and(|arch| !arch.ends_with("+ptx"));
         for name in FIRST.into_iter().filter(|_| native) {
             if let Some(function) = self.functions.get(name) {
                 // A kernel that cannot be loaded is reported to those who use it.
-                let found = with_relaxed_capture(self.driver, || self.resolve(name, function.file));
+                let found = with_relaxed_capture(self.driver, || self.resolve(name, function));
                 if let Ok(handle) = found {
                     let _ = function.handle.set(handle);
                 }

@@ -12,6 +12,7 @@ pub type CuFunction = *mut c_void;
 pub type CuStream = *mut c_void;
 
 pub const CUDA_SUCCESS: CuResult = 0;
+pub const CUDA_ERROR_INVALID_VALUE: CuResult = 1;
 pub const CUDA_ERROR_NO_DEVICE: CuResult = 100;
 pub const ATTRIBUTE_SM_COUNT: c_int = 16;
 pub const ATTRIBUTE_CC_MAJOR: c_int = 75;
@@ -59,14 +60,20 @@ assert_layout!(LaunchConfig, probe::CUlaunchConfig, {
     attribute_count as numAttrs,
 });
 
-/// Declare the function table and its resolution from one list of names.
+/// Declare the function table and its resolution from one list of names. The `optional` ones may be missing.
 macro_rules! functions {
-    ($($field:ident = $symbol:literal ($($arg:ty),*);)*) => {
+    (
+        required { $($field:ident = $symbol:literal ($($arg:ty),*);)* }
+        optional { $($other:ident = $name:literal ($($given:ty),*);)* }
+    ) => {
         /// Resolved entry points. They stay valid because the library is never closed.
-        pub struct Functions { $(pub $field: unsafe extern "C" fn($($arg),*) -> CuResult,)* }
+        pub struct Functions {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> CuResult,)*
+            $(pub $other: Option<unsafe extern "C" fn($($given),*) -> CuResult>,)*
+        }
 
         impl Functions {
-            /// Resolve every function; the error names the first one that is missing.
+            /// Resolve every function; the error names the first one that is missing and not optional.
             pub fn resolve(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self { $($field: {
                     // SAFETY: the signature is the one `cuda.h` declares for this symbol.
@@ -74,6 +81,12 @@ macro_rules! functions {
                         library.get::<unsafe extern "C" fn($($arg),*) -> CuResult>(concat!($symbol, "\0").as_bytes())
                     };
                     *symbol.map_err(|_| $symbol)?
+                },)* $($other: {
+                    // SAFETY: as above.
+                    let symbol = unsafe {
+                        library.get::<unsafe extern "C" fn($($given),*) -> CuResult>(concat!($name, "\0").as_bytes())
+                    };
+                    symbol.ok().map(|symbol| *symbol)
                 },)* })
             }
         }
@@ -81,24 +94,29 @@ macro_rules! functions {
 }
 
 functions! {
-    init = "cuInit" (c_uint);
-    driver_version = "cuDriverGetVersion" (*mut c_int);
-    device_count = "cuDeviceGetCount" (*mut c_int);
-    device_get = "cuDeviceGet" (*mut CuDevice, c_int);
-    device_name = "cuDeviceGetName" (*mut c_char, c_int, CuDevice);
-    device_memory = "cuDeviceTotalMem_v2" (*mut usize, CuDevice);
-    device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, CuDevice);
-    primary_retain = "cuDevicePrimaryCtxRetain" (*mut CuContext, CuDevice);
-    context_current = "cuCtxGetCurrent" (*mut CuContext);
-    context_push = "cuCtxPushCurrent_v2" (CuContext);
-    context_pop = "cuCtxPopCurrent_v2" (*mut CuContext);
-    module_load = "cuModuleLoadData" (*mut CuModule, *const c_void);
-    module_function = "cuModuleGetFunction" (*mut CuFunction, CuModule, *const c_char);
-    function_attribute = "cuFuncSetAttribute" (CuFunction, c_int, c_int);
-    launch = "cuLaunchKernelEx" (*const LaunchConfig, CuFunction, *mut *mut c_void, *mut *mut c_void);
-    copy_to_device = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CuStream);
-    stream_context = "cuStreamGetCtx" (CuStream, *mut CuContext);
-    capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
-    error_name = "cuGetErrorName" (CuResult, *mut *const c_char);
-    error_text = "cuGetErrorString" (CuResult, *mut *const c_char);
+    required {
+        init = "cuInit" (c_uint);
+        driver_version = "cuDriverGetVersion" (*mut c_int);
+        device_count = "cuDeviceGetCount" (*mut c_int);
+        device_get = "cuDeviceGet" (*mut CuDevice, c_int);
+        device_name = "cuDeviceGetName" (*mut c_char, c_int, CuDevice);
+        device_memory = "cuDeviceTotalMem_v2" (*mut usize, CuDevice);
+        device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, CuDevice);
+        primary_retain = "cuDevicePrimaryCtxRetain" (*mut CuContext, CuDevice);
+        context_current = "cuCtxGetCurrent" (*mut CuContext);
+        context_push = "cuCtxPushCurrent_v2" (CuContext);
+        context_pop = "cuCtxPopCurrent_v2" (*mut CuContext);
+        module_load = "cuModuleLoadData" (*mut CuModule, *const c_void);
+        module_function = "cuModuleGetFunction" (*mut CuFunction, CuModule, *const c_char);
+        function_attribute = "cuFuncSetAttribute" (CuFunction, c_int, c_int);
+        launch = "cuLaunchKernelEx" (*const LaunchConfig, CuFunction, *mut *mut c_void, *mut *mut c_void);
+        copy_to_device = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CuStream);
+        stream_context = "cuStreamGetCtx" (CuStream, *mut CuContext);
+        capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
+        error_name = "cuGetErrorName" (CuResult, *mut *const c_char);
+        error_text = "cuGetErrorString" (CuResult, *mut *const c_char);
+    }
+    optional {
+        parameter_info = "cuFuncGetParamInfo" (CuFunction, usize, *mut usize, *mut usize);
+    }
 }

@@ -32,6 +32,14 @@ pub enum CudaError {
         "the stream belongs to another GPU than cuda:{index}, where the tensors are: make it current with torch.cuda.device"
     )]
     ForeignStream { index: u32 },
+    #[error(
+        "kernel {kernel} of the loaded image takes parameters of {found:?} bytes, in this build's sources of {sizes:?}: compile the image from these sources"
+    )]
+    Image {
+        kernel: String,
+        found: Vec<usize>,
+        sizes: Vec<usize>,
+    },
     #[error("{call} failed for {what}: {name} ({text}){remedy}")]
     Driver {
         call: &'static str,

@@ -18,8 +18,18 @@ pub enum Kind {
     Pointer,
     /// A number, by its name in Rust.
     Number(&'static str),
-    /// A struct, by its name in CUDA.
-    Struct(&'static str),
+    /// A struct, by its name in CUDA, and its size.
+    Struct(&'static str, usize),
+}
+
+impl Kind {
+    fn bytes(self) -> usize {
+        match self {
+            Self::Number("i32" | "u32" | "f32") => 4,
+            Self::Pointer | Self::Number(_) => 8,
+            Self::Struct(_, bytes) => bytes,
+        }
+    }
 }
 
 /// A parameter of a kernel.
@@ -35,7 +45,7 @@ impl fmt::Display for Parameter {
         match kind {
             Kind::Pointer => write!(f, "{name}: pointer"),
             Kind::Number(number) => write!(f, "{name}: {number}"),
-            Kind::Struct(of) => write!(f, "{name}: struct {of}"),
+            Kind::Struct(of, _) => write!(f, "{name}: struct {of}"),
         }
     }
 }
@@ -113,6 +123,19 @@ impl Expected {
         (found == file).then_some(Self {
             list,
             compared: AtomicPtr::default(),
+        })
+    }
+
+    /// An error if a loaded image's `kernel` takes parameters of other sizes, `found`, than in the sources of this build.
+    pub(crate) fn check_image(&self, kernel: &str, found: &[usize]) -> Result<(), CudaError> {
+        let sizes: Vec<usize> = self.list.iter().map(|one| one.kind.bytes()).collect();
+        if sizes == found {
+            return Ok(());
+        }
+        Err(CudaError::Image {
+            kernel: kernel.to_owned(),
+            found: found.to_vec(),
+            sizes,
         })
     }
 
@@ -212,6 +235,27 @@ mod tests {
                 "offset: f32"
             ]
         );
+    }
+
+    #[test]
+    fn an_image_has_parameters_of_the_sizes_of_the_sources() {
+        let check = |kernel, file, found: &[usize]| {
+            let expected = Expected::of(kernel, file).expect("a kernel");
+            expected.check_image(kernel, found)
+        };
+        check("rope_store_many", "rope_store", &[64, 48, 8, 8, 8, 8, 4])
+            .expect("as in the sources");
+        check("probe_empty", "probe", &[]).expect("none");
+        check("probe_read", "probe", &[8, 8, 8]).expect("as in the sources");
+        for found in [&[8, 8][..], &[8, 4, 8], &[8, 8, 8, 4], &[]] {
+            let text = check("probe_read", "probe", found)
+                .expect_err("others")
+                .to_string();
+            assert!(
+                text.contains("probe_read") && text.contains("[8, 8, 8]"),
+                "{text}"
+            );
+        }
     }
 
     #[test]

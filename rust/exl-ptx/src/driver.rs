@@ -292,6 +292,33 @@ pub unsafe extern "C" fn cuFuncSetAttribute(
     SUCCESS
 }
 
+/// # Safety
+/// As in `cuda.h`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuFuncGetParamInfo(
+    function: *mut c_void,
+    index: usize,
+    offset: *mut usize,
+    size: *mut usize,
+) -> c_int {
+    // SAFETY: a function that this driver made.
+    let function = unsafe { &*function.cast::<Function>() };
+    let kernel = match function.module.kernel(&function.name) {
+        Ok(kernel) => kernel,
+        Err(why) => return report(LAUNCH_FAILED, &format!("{}: {why}", function.name)),
+    };
+    // An index behind the last one is how callers find the number of parameters: it is not reported.
+    let Some(&(at, bytes)) = kernel.params.get(index) else {
+        return INVALID_VALUE;
+    };
+    // SAFETY: the caller's pointers.
+    unsafe {
+        offset.write(at);
+        size.write(bytes);
+    }
+    SUCCESS
+}
+
 /// `CUlaunchAttribute`
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
