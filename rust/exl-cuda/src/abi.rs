@@ -32,8 +32,6 @@ macro_rules! assert_layout {
             );)*
         };
         impl $crate::parameters::Passed for $rust {
-            const KIND: $crate::parameters::Kind =
-                $crate::parameters::Kind::Struct(stringify!($cuda), size_of::<$rust>());
             type Cuda = $crate::parameters::cuda::$cuda;
         }
     };

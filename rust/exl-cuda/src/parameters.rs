@@ -58,53 +58,10 @@ pub trait Parameters {
     fn addresses(&mut self) -> Self::Addresses;
 }
 
-/// A value that kernels take: a number, an address (`usize`), or a struct for which `assert_layout!` implements this.
+/// A struct that kernels take by value. `assert_layout!` implements this.
 pub trait Passed {
-    const KIND: Kind;
-    /// The type in CUDA: of a struct its marker in [`cuda`].
+    /// The marker in [`cuda`] of the CUDA struct.
     type Cuda;
-}
-
-macro_rules! pass_numbers {
-    ($($number:ident),*) => {$(
-        impl Passed for $number {
-            const KIND: Kind = Kind::Number(stringify!($number));
-            type Cuda = Self;
-        }
-    )*};
-}
-pass_numbers!(i32, i64, f32);
-
-impl Passed for usize {
-    const KIND: Kind = Kind::Pointer;
-    type Cuda = Self;
-}
-
-/// Values without names, in the order of the kernel: only their types are compared.
-macro_rules! pass_tuples {
-    ($([$($letter:ident $place:tt),*])*) => {$(
-        impl<$($letter: Passed),*> Parameters for ($($letter,)*) {
-            const LIST: &'static [Parameter] =
-                &[$(Parameter { name: "", kind: $letter::KIND }),*];
-            type Addresses = [*mut c_void; [$($place),*].len()];
-            fn addresses(&mut self) -> Self::Addresses {
-                [$((&raw mut self.$place).cast()),*]
-            }
-        }
-    )*};
-}
-pass_tuples! {
-    [A 0]
-    [A 0, B 1, C 2, D 3]
-    [A 0, B 1, C 2, D 3, E 4, F 5]
-}
-
-/// The values of a launch as a tuple; a generated struct of [`kernels`] also has their names.
-#[macro_export]
-macro_rules! kernel_arguments {
-    ($($value:expr),* $(,)?) => {
-        ($($value,)*)
-    };
 }
 
 /// The parameters of a kernel, and the list that its launches were last compared with.
@@ -150,11 +107,7 @@ impl Expected {
         if alike && self.compared.load(Ordering::Relaxed) == address {
             return Ok(());
         }
-        let fits = |(one, other): (&Parameter, &Parameter)| {
-            one.kind == other.kind && (one.name == other.name || other.name.is_empty())
-        };
-        let pairs = || self.list.iter().zip(passed);
-        if !alike || !pairs().all(fits) {
+        if self.list != passed {
             let text = |list: &[Parameter]| {
                 let all: Vec<String> = list.iter().map(Parameter::to_string).collect();
                 all.join(", ")
@@ -295,8 +248,7 @@ mod tests {
         for wrong in [
             SWAPPED,
             kernels::RowMultipliers::LIST.split_last().expect("three").1,
-            <(usize,) as Parameters>::LIST,
-            <(usize, i32, usize, usize) as Parameters>::LIST,
+            kernels::ProbeEmpty::LIST,
             kernels::ProbeRead::LIST,
         ] {
             let text = check(wrong).expect_err("others").to_string();

@@ -4,9 +4,9 @@
 use super::{Call, Experts, sum_parts};
 use crate::abi::assert_layout;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 
 /// The last launch of [`super::run`] alone: the weighted sum of rows of `parts` `[_, hidden]` F16; `places` `[rows, chosen]` i32 names the
 /// row of each choice's result. Of `op`, `table`, `h`, `ids` and `scratch` are not used.
@@ -125,10 +125,15 @@ pub unsafe fn pad(to: Target, op: &Padding) -> Result<(), CudaError> {
         // The kernel does not wait for its predecessor.
         programmatic: false,
     };
-    let chosen = index32("experts of a row", op.chosen)?;
-    let mut arguments =
-        kernel_arguments![op.experts, op.order, op.begins, chosen, op.rows, op.places];
-    // SAFETY: the order is that of `experts_pad`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::ExpertsPad {
+        experts: op.experts,
+        order: op.order,
+        begins: op.begins,
+        chosen: index32("experts of a row", op.chosen)?,
+        rows: op.rows,
+        places: op.places,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -167,7 +172,6 @@ pub unsafe fn dequantize(
         });
     }
     let device = Device::get(to.device)?;
-    let number = part as i32;
     let tiles = experts.matmuls[usize::from(part == Part::Down)].tiles;
     let launch = Launch {
         kernel: &format!("experts_dequantize_{}_{}", experts.kind, experts.entry_rows),
@@ -182,8 +186,12 @@ pub unsafe fn dequantize(
         // The kernel does not wait for its predecessor.
         programmatic: false,
     };
-    let mut arguments = kernel_arguments![table, numbers, number, out];
-    // SAFETY: the order is that of `dequantize_expert` in `kernels/moe/experts_dequantize.cu`; the caller guarantees that the addresses are
-    // valid.
+    let mut arguments = kernels::ExpertsDequantize {
+        experts: table,
+        numbers,
+        part: part as i32,
+        out,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

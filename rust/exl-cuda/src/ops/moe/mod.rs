@@ -14,9 +14,9 @@ use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::features::Feature;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
+use crate::parameters::kernels;
 use plan::{Form, Matmul};
 use select::Kernel;
 
@@ -399,8 +399,8 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
             stream: to.stream,
             programmatic: to.programmatic,
         };
-        let mut arguments = kernel_arguments![argument];
-        // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
+        let mut arguments = kernels::Experts { call: argument };
+        // SAFETY: the caller guarantees that the addresses are valid.
         unsafe { launch.run_with_shared(device, Some(of_sm), &mut arguments) }
     };
     let form = experts.form(op.rows, op.chosen);
@@ -449,8 +449,8 @@ unsafe fn sum_parts(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![argument];
-    // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Experts { call: argument };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run_with_shared(device, of_sm, &mut arguments) }
 }
 

@@ -4,9 +4,9 @@ use super::MOST_EXPERTS;
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::{BLOCK_RESERVED, Device};
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 
 /// Experts of a block.
 const ROUTE_EXPERTS: usize = 8;
@@ -252,10 +252,10 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![argument];
+    let mut arguments = kernels::ExpertsRoute { call: argument };
     let block = shared_bytes + STATIC_BYTES + BLOCK_RESERVED;
     let shared = (op.rows <= OWN_ROWS).then_some(RESIDENT * block);
-    // SAFETY: the kernel takes one `RouteCall`; the caller guarantees that the addresses are valid.
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run_with_shared(device, shared, &mut arguments) }
 }
 
