@@ -27,7 +27,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP
 from exl_core.execution.environment import GRAPHS_VARIABLE
-from exl_kernels.device import row_invariant_matmuls
+from exl_kernels.device import set_row_invariant
 
 CHUNK = 2048
 WARM = 6
@@ -47,11 +47,14 @@ def logits_of(model: ExLlamaV2, kind: str, batch: int) -> Tensor:
     cache = CACHES[kind](model, max_seq_len=PAGE * batch)
     ids = torch.randint(300, model.config.vocab_size, (batch, 40), generator=torch.Generator().manual_seed(batch))
     found = []
-    with row_invariant_matmuls():  # elsewhere prompts of more than 64 rows may differ in the last bits
+    set_row_invariant(True)  # otherwise prompts of more than 64 rows may differ in the last bits
+    try:
         for begin, q_len in [(0, 24), *((at, 1) for at in range(24, 30)), (30, 4), (34, 4)]:
             part = ids[:, begin : begin + q_len]
             params = paged(cache, batch, begin, q_len)
             found.append(model.forward_chunk(part, cache, attn_params=params)["logits"].clone())
+    finally:
+        set_row_invariant(False)
     return torch.cat(found, 1).cpu()
 
 

@@ -79,8 +79,8 @@ class FusedDouble:
     def joins(self, rows: int) -> bool:
         return all(self.kernel(block.stop - block.start) is not None for block in self.blocks(rows))
 
-    def pays_apart(self, rows: int) -> bool:
-        return rows_are_invariant(rows) and self.kernel(min(rows, BLOCK_ROWS)) == "gemm_batch"
+    def pays_apart(self, rows: int, *, invariant: bool) -> bool:
+        return rows_are_invariant(rows, invariant=invariant) and self.kernel(min(rows, BLOCK_ROWS)) == "gemm_batch"
 
     def takes_at_once(self, rows: int) -> bool:
         return self.kernel(rows) is not None

@@ -63,10 +63,10 @@ class Choices:
         self.turned: list[float] = []
         """How much likelier the CPU found its own expert than the GPU's other one."""
         self._route = MoE.route
-        monkeypatch.setattr(MoE, "route", lambda moe, h, loras=(): self.route(moe, h, loras))
+        monkeypatch.setattr(MoE, "route", lambda moe, *given, **more: self.route(moe, *given, **more))
 
-    def route(self, moe: MoE, h: Tensor, loras: Any) -> tuple[Tensor, Tensor]:
-        weights, own = self._route(moe, h, loras)
+    def route(self, moe: MoE, h: Tensor, loras: Any = (), *, invariant: bool | None = None) -> tuple[Tensor, Tensor]:
+        weights, own = self._route(moe, h, loras, invariant=invariant)
         probabilities = moe.router.forward_precise(h, loras).softmax(-1)
         if not h.is_cuda:
             self.kept[moe.key] = probabilities, own

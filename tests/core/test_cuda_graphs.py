@@ -24,7 +24,7 @@ from exl_core import (
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
 from exl_core.execution.environment import PROMPTS_VARIABLE
-from exl_kernels.device import row_invariant_matmuls, set_programmatic_launch
+from exl_kernels.device import set_programmatic_launch, set_row_invariant
 from exl_kernels.selection import STEP_ROWS
 
 pytestmark = pytest.mark.cuda
@@ -301,9 +301,12 @@ def test_prompts_of_strict_mode(joined: ExLlamaV2, tokens: int, monkeypatch: pyt
         way(joined, monkeypatch)
         cache = ExLlamaV2Cache(joined, max_seq_len=PAGES * PAGE)
         places = params(table(1, 40), [0], tokens)
-        with row_invariant_matmuls():
+        set_row_invariant(True)
+        try:
             last = joined.forward_chunk(ids, cache, attn_params=places, last_id_only=True)["logits"]
             every = joined.forward_chunk(ids, cache, attn_params=places)["logits"]
+        finally:
+            set_row_invariant(False)
         found.append([last, every, *cache.all_tensors()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -18,7 +18,6 @@ from exl_core.execution.kernels import kernel_uses
 from exl_core.execution.mlp_half import MlpHalf
 from exl_core.lora.rows import RowAdapters
 from exl_kernels import _native
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import FEW_ROWS, Card
 
@@ -94,7 +93,7 @@ def results(
     different = [found for found in dict.fromkeys(sets) if found]
     numbers = [different.index(found) if found else -1 for found in sets]
     rows = RowAdapters(different, torch.tensor(numbers, dtype=torch.int32).repeat_interleave(q_len).to(device), q_len)
-    step = build_step(model.config, model.rope, cache, params, batch, q_len, None, device, (rows,))
+    step = build_step(model.config, model.rope, cache, params, batch, q_len, None, device, (rows,), invariant=True)
     flat = ids[:, PAST:].reshape(-1).to(device)
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size, device=device)
     with torch.inference_mode():
@@ -109,9 +108,8 @@ def results(
             plan.run(flat, step, logits)
         else:
             x = flat
-            with row_invariant_matmuls():
-                for module in model.modules:
-                    x = module.forward(x, step)
+            for module in model.modules:
+                x = module.forward(x, step)
             logits.copy_(x)
     return logits.cpu(), [tensor.cpu() for tensor in cache.all_tensors()]
 

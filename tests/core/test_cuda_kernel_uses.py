@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import KernelUse, kernel_uses
 from exl_core.lora.rows import RowAdapters
 from exl_kernels import _native
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
 from exl_kernels.selection import Card
 
@@ -124,15 +122,15 @@ def run(
     params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, tokens)
     slots = torch.zeros(batch * tokens, dtype=torch.int32, device=device)
     loras = () if adapter is None else (RowAdapters([(adapter,)], slots, tokens),)
-    step = build_step(model.config, model.rope, cache, params, batch, tokens, None, device, loras)
+    invariant = tokens == 1 or tokens <= model.packed_rows
+    step = build_step(model.config, model.rope, cache, params, batch, tokens, None, device, loras, invariant=invariant)
     ids = torch.zeros(batch * tokens, dtype=torch.int64, device=device)
     before: dict[str, int] = _native.cuda_launches()
     with torch.inference_mode():
         if tokens == 1:
             plan.run(ids, step, torch.empty(batch, 96, device=device))
         else:
-            with row_invariant_matmuls() if tokens <= model.packed_rows else nullcontext():
-                plan.head(plan.hidden(ids, step), step)
+            plan.head(plan.hidden(ids, step), step)
     return launched(before)
 
 

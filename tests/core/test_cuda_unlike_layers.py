@@ -14,7 +14,6 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
 from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_kernels import _native
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
 from exl_kernels.selection import Card
 
@@ -67,8 +66,10 @@ def passes(model: ExLlamaV2, plan: JoinedLaunches, rows: int) -> tuple[Tensor, T
     ids = torch.randint(0, 96, (rows,), generator=torch.Generator().manual_seed(rows))
     caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * rows) for _ in range(2)]
     params = PagedParams(rows, table, torch.zeros(rows, dtype=torch.int32), 0, PAGE, 1)
-    steps = [build_step(model.config, model.rope, cache, params, rows, 1, None, device) for cache in caches]
-    with torch.inference_mode(), row_invariant_matmuls():
+    steps = [
+        build_step(model.config, model.rope, cache, params, rows, 1, None, device, invariant=True) for cache in caches
+    ]
+    with torch.inference_mode():
         x = ids.to(device)
         for module in model.modules:
             x = module.forward(x, steps[0])

@@ -22,9 +22,8 @@ from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.step_inputs import STAGES, StagedTensors
-from exl_core.layers import RMSNorm
-from exl_kernels.device import row_invariant
 from exl_kernels.errors import DeviceError
+from exl_kernels.linear import QuantMatrix
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import STEP_ROWS
 
@@ -314,19 +313,18 @@ def test_matmuls_of_a_step_that_is_not_captured_are_batch_invariant(
 ) -> None:
     """Tokens do not depend on whether there was memory for the graph; prompts keep the fast matmuls."""
     seen = set()
-    forward = RMSNorm.forward
+    multiply = QuantMatrix.matmul
 
-    def watched(norm: RMSNorm, *given: Any) -> torch.Tensor:
-        seen.add(row_invariant())
-        return forward(norm, *given)
+    def watched(matrix: QuantMatrix, *given: Any, invariant: bool | None = None, **more: Any) -> torch.Tensor:
+        seen.add(invariant)
+        return multiply(matrix, *given, invariant=invariant, **more)
 
-    monkeypatch.setattr(RMSNorm, "forward", watched)
+    monkeypatch.setattr(QuantMatrix, "matmul", watched)
     model = loaded()
     cache = ExLlamaV2Cache(model, max_seq_len=2 * batch * PAGE)
     many = replace(params([1] * batch, width=2), q_len=q_len)
     model.forward_chunk(torch.full((batch, q_len), 7), cache, attn_params=many)
     assert seen == {expected}
-    assert not row_invariant()
 
 
 def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(

@@ -84,7 +84,8 @@ def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: in
     params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, q_len)
     one, other = (ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(2))
     want = model.forward_chunk(ids, one, attn_params=params)["logits"].flatten(0, 1)
-    step = build_step(model.config, model.rope, other, params, batch, q_len, None, torch.device("cpu"))
+    basics = (model.config, model.rope, other, params, batch, q_len, None, torch.device("cpu"))
+    step = build_step(*basics, invariant=True)
     logits = torch.empty_like(want)
     FusedDouble.calls = 0
     plan.run(ids.flatten(), step, logits)
@@ -289,7 +290,8 @@ def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) 
     want = model.forward_chunk(ids[:, 20:], caches[0], attn_params=params)["logits"]
     steps = [
         build_step(
-            *(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"), (), (), model.rope_alt)
+            *(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"), (), (), model.rope_alt),
+            invariant=cache is caches[1],
         )
         for cache in caches[1:]
     ]
@@ -428,9 +430,9 @@ def test_an_mlp_with_code_of_its_own_keeps_its_whole_layer_from_joining(
     layer: Any = model.modules[2]
     called: list[None] = []
 
-    def inner(self: Any, *args: Any) -> torch.Tensor:
+    def inner(self: Any, *args: Any, **named: Any) -> torch.Tensor:
         called.append(None)
-        return kind.inner(self, *args)
+        return kind.inner(self, *args, **named)
 
     kind = type(layer.mlp)
     own: dict[str, Any] = {"inner": inner} if describes else {"inner": inner, "describe": FeedForward.describe}

@@ -135,7 +135,7 @@ def test_an_adapted_expert_runs_by_itself(model: ExLlamaV2) -> None:
     assert torch.equal(adapted[~changed], plain[~changed])
     assert not torch.isclose(adapted[changed], plain[changed]).all(-1).any()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "run_expert", lambda *_: pytest.fail("an expert ran by itself"))
+        patch.setattr(MoE, "run_expert", lambda *_, **__: pytest.fail("an expert ran by itself"))
         others = mixtures(model)[0]
         others.inner(h, [lora])
         with pytest.raises(pytest.fail.Exception):
@@ -150,7 +150,7 @@ def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
     h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
     lora = adapter(mixture.shared.down_proj)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "run_expert", lambda *_: pytest.fail("an expert ran by itself"))
+        patch.setattr(MoE, "run_expert", lambda *_, **__: pytest.fail("an expert ran by itself"))
         together = mixture.inner(h, [lora])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoE, "_grouped_for", lambda *_: None)
@@ -202,7 +202,7 @@ def test_the_executor_lets_the_router_norm_and_the_module_does_not(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Code that replaces a method runs: in the module's pass always, in joined launches where it is of one module."""
-    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), batch_size=3))
+    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), invariant=False, batch_size=3))
     x = torch.zeros(3, mixture.router.in_features, dtype=torch.float16)
     mine = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
@@ -216,12 +216,12 @@ def test_the_executor_lets_the_router_norm_and_the_module_does_not(
     assert launches.weights is not None
     launches.normed_by_router = False
     with monkeypatch.context() as patch:
-        patch.setattr(MoE, "route", lambda moe, h, loras=(): mine)
+        patch.setattr(MoE, "route", lambda moe, h, loras=(), **_: mine)
         mixture.forward(x, step)
     assert not launches.normed_by_router
     assert launches.weights is mine[0]
     launches.weights = None
-    monkeypatch.setattr(mixture, "route", lambda h, loras=(): mine)
+    monkeypatch.setattr(mixture, "route", lambda h, loras=(), **_: mine)
     half = half_of(mixture)
     assert isinstance(half, ModuleHalf)
     half.run(x, None, step, APART)
@@ -234,7 +234,7 @@ def test_experts_that_do_not_share_launches_run_as_their_module(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For so many rows: the half asks at each pass."""
-    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), batch_size=3))
+    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), invariant=False, batch_size=3))
     x = torch.randn(3, mixture.router.in_features, generator=torch.Generator().manual_seed(3))
     half, ran = half_of(mixture), list[int]()
     assert isinstance(half, ExpertsHalf)
@@ -267,5 +267,5 @@ def test_a_shared_expert_with_code_of_its_own_keeps_it(model: ExLlamaV2, monkeyp
     mixture = mixtures(model)[0]
     assert mixture.shared is not None
     assert isinstance(half_of(mixture), ExpertsHalf)
-    monkeypatch.setattr(mixture.shared, "inner", lambda h, loras=(): h)
+    monkeypatch.setattr(mixture.shared, "inner", lambda h, loras=(), **_: h)
     assert isinstance(half_of(mixture), ModuleHalf)

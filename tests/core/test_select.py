@@ -26,7 +26,6 @@ from exl_core.execution.forward import forward_chunk
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.select import select
-from exl_kernels.device import row_invariant
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -116,8 +115,8 @@ def test_steps_without_graphs_run_module_by_module(
     model, seen = loaded(), []
     inner = model.modules[3]
 
-    def watch(x: torch.Tensor, _step: Any) -> torch.Tensor:
-        seen.append(row_invariant())
+    def watch(x: torch.Tensor, step: Any) -> torch.Tensor:
+        seen.append(step.invariant)
         return x
 
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))

@@ -21,7 +21,7 @@ from exl_core.execution.sharded.captured_prompts import MarkedStores, refusal_of
 from exl_core.execution.sharded.launches import shard_launches_of
 from exl_core.execution.sharded.prompts import ShardedPrompts
 from exl_core.execution.step_inputs import Bucket
-from exl_kernels.device import row_invariant_matmuls
+from exl_kernels.device import set_row_invariant
 from exl_kernels.peer import PeerResults
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
@@ -206,8 +206,11 @@ def test_a_captured_prompt_is_not_replayed_where_rows_must_be_invariant(
         return whole(made, model, asked)
 
     monkeypatch.setattr(prompts.ShardedPrompts, "run", counted)
-    with row_invariant_matmuls():
+    set_row_invariant(True)
+    try:
         run(model, cache, asked)
+    finally:
+        set_row_invariant(False)
     assert len(eager) == 1
     run(model, cache, asked)
     assert len(eager) == 1

@@ -77,14 +77,14 @@ def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
 def one_by_one(
     h: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[Expert], activation: Any, **more: Tensor | None
 ) -> Tensor:
-    """Expert after expert over the rows that chose it, then the weighted sum in the order of choice."""
+    """Expert after expert over the rows that chose it, batch-invariant, then the sum in the order of choice."""
     parts = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
     for number, (gate, up, down) in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)
         if len(rows):
             x = h[rows]
-            inner = gated_activation(gate.matmul(x), up.matmul(x), activation)
-            parts[rows, places] = down.matmul(inner).float()
+            inner = gated_activation(gate.matmul(x, invariant=True), up.matmul(x, invariant=True), activation)
+            parts[rows, places] = down.matmul(inner, invariant=True).float()
     y = parts[:, 0] * weights[:, :1]
     for c in range(1, ids.shape[1]):
         y += parts[:, c] * weights[:, c : c + 1]

@@ -94,7 +94,8 @@ def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest
             self.in_features, self.out_features = weight.shape
             self._group: Any = None
 
-        def _planned(self, rows: int, dtype: torch.dtype) -> Any:
+        def _planned(self, rows: int, dtype: torch.dtype, invariant: bool | None) -> Any:
+            assert invariant, "as the call asks"
             return SimpleNamespace(dequantizes=block is None, rows=min(rows, block or rows))
 
         def dequantize(self) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest
 
     monkeypatch.setattr("exl_kernels.linear.cuda.launch_matmul", launch)
     x = torch.randn(3, 50, 32).half()
-    got = Standin().matmul(x)
+    got = Standin().matmul(x, invariant=True)
     assert taken == {48: [48, 48, 48, 6], 150: [150], None: [-1]}[block]
     torch.testing.assert_close(got, x @ weight, rtol=1e-2, atol=1e-2)
 

@@ -9,7 +9,6 @@ from test_cuda_linear import rms
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.moe import cuda
 from exl_kernels.moe.cuda import GroupedExperts
 
@@ -67,9 +66,8 @@ def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch:
         found = together(h, weights, ids, **more)
         expected = by_dequantized(h, weights, ids, experts, **more)
         assert rms(found, expected) < 1e-3, list(more)
-        with row_invariant_matmuls():
-            packed = together(h, weights, ids, **more)
-            assert torch.equal(packed, one_by_one(h, weights, ids, experts, "silu", **more))
+        packed = together(h, weights, ids, invariant=True, **more)
+        assert torch.equal(packed, one_by_one(h, weights, ids, experts, "silu", **more))
         assert rms(found, packed.double().cpu()) < 2e-3
 
 

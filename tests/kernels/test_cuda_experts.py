@@ -12,7 +12,6 @@ from expert_cases import chosen_of, experts_of, one_by_one, rows_of
 from test_cuda_linear import rms
 
 from exl_kernels.cuda_ops import rms_norm
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
@@ -40,12 +39,11 @@ def test_results_are_those_of_one_expert_after_the_other(
     for rows in (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 70):
         h, (weights, ids) = rows_of(rows, hidden, rows), chosen_of(rows, count, chosen, rows)
         x = rows_of(rows, hidden, 99)
-        with row_invariant_matmuls():
-            expected = one_by_one(h, weights, ids, experts, "silu")
-            assert expected.isfinite().all()
-            assert torch.equal(together(h, weights, ids), expected), rows
-            expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
-            assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
+        expected = one_by_one(h, weights, ids, experts, "silu")
+        assert expected.isfinite().all()
+        assert torch.equal(together(h, weights, ids, invariant=True), expected), rows
+        expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
+        assert torch.equal(together(h, weights, ids, residual=x, out=x, invariant=True), expected), rows
 
 
 @pytest.mark.parametrize("kind", ["exl2-128-even", "exl2-32-even-own", "exl2-128", "gptq-128", "gptq-32-act"])
@@ -86,8 +84,7 @@ def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 40, chosen)
     shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows).cuda(), rows_of(rows, 256, 4)
-    with row_invariant_matmuls():
-        found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
+    found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x, invariant=True)
     for some in torch.arange(rows).split(64):
         more = {"shared": shared[some], "shared_weights": factors[some], "residual": x[some]}
         assert torch.equal(found[some], one_by_one(h[some], weights[some], ids[some], experts, "silu", **more))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_cuda_linear import rms
 
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 
@@ -51,14 +50,15 @@ def test_many_batch_invariant_rows_of_float_matrices_are_those_of_a_block(
     for out_dtype in (dtype, torch.float32):
 
         def matmul(rows: torch.Tensor, out_dtype: torch.dtype = out_dtype) -> torch.Tensor:
-            return made.matmul(rows, out=torch.empty(len(rows), 96, dtype=out_dtype, device="cuda"))
+            out = torch.empty(len(rows), 96, dtype=out_dtype, device="cuda")
+            return made.matmul(rows, out=out, invariant=True)
 
         blocks = torch.cat([matmul(x[begin : begin + 64]) for begin in range(0, 256, 64)])
-        with row_invariant_matmuls():
-            for rows in (65, 70, 128, 150, 256):
-                assert torch.equal(matmul(x[:rows])[: rows // 64 * 64], blocks[: rows // 64 * 64])
-            assert torch.equal(matmul(x[:250]), blocks[:250])
-            assert torch.equal(made.matmul(x[:256].view(2, 128, -1)).view(256, -1), made.matmul(x)[:256])
+        for rows in (65, 70, 128, 150, 256):
+            assert torch.equal(matmul(x[:rows])[: rows // 64 * 64], blocks[: rows // 64 * 64])
+        assert torch.equal(matmul(x[:250]), blocks[:250])
+        several = made.matmul(x[:256].view(2, 128, -1), invariant=True)
+        assert torch.equal(several.view(256, -1), made.matmul(x, invariant=True)[:256])
 
     seen, library = set(), torch.mm
 
@@ -67,6 +67,5 @@ def test_many_batch_invariant_rows_of_float_matrices_are_those_of_a_block(
         return library(rows, *given, **named)
 
     monkeypatch.setattr(torch, "mm", watched)
-    with row_invariant_matmuls():
-        made.matmul(x)
+    made.matmul(x, invariant=True)
     assert seen == {64}, "also where cuBLAS happens to sum other numbers of rows in one order"

@@ -10,7 +10,6 @@ import torch
 from exl_kernels import threads
 from exl_kernels.activation import gated_activation
 from exl_kernels.block import BlockNorm, MlpBlock
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.formats import exl2_quantize
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
@@ -69,8 +68,8 @@ def test_float_matrices_of_a_gpu_multiply_padded_blocks_of_one_shape(
             padded = made.matmul_padded(x)
             assert all(count in (0, 64) for count in seen)
             seen.clear()
-            with row_invariant_matmuls():
-                assert torch.equal(made.matmul(x), expected if rows > 64 else made.matmul(x))
+            found = made.matmul(x, invariant=True)
+            assert torch.equal(found, expected if rows > 64 else made.matmul(x))
             assert set(seen) == ({64} if rows > 64 else {rows})
             seen.clear()
         assert torch.equal(padded, expected)

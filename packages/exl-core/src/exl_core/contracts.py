@@ -33,8 +33,11 @@ class ForwardResult(TypedDict, total=False):
 class AdapterPair(Protocol):
     """The factors and scale that an adapter adds to one matrix."""
 
-    def add_to(self, x: Tensor, y: Tensor) -> None:
-        """Add the adapter's results for x [T, in] to the matrix's results y [T, out]."""
+    def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
+        """Add the adapter's results for x [T, in] to the matrix's results y [T, out].
+
+        `invariant` is as for `QuantMatrix.matmul`.
+        """
         ...
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +18,6 @@ __all__ = [
     "programmatic_launch",
     "require_cuda",
     "row_invariant",
-    "row_invariant_matmuls",
     "rows_are_invariant",
     "set_programmatic_launch",
     "set_row_invariant",
@@ -171,42 +167,28 @@ def set_programmatic_launch(enabled: bool) -> None:
 _row_invariant = os.environ.get("EXL_ROW_INVARIANT", "0") == "1"
 
 
-class _Here(threading.local):
-    """The choice of one thread."""
-
-    row_invariant = False
-
-
-_here = _Here()
-
-
 def row_invariant() -> bool:
-    """Return whether quantized matmuls of more than 64 rows on a GPU are batch-invariant."""
-    return _row_invariant or _here.row_invariant
+    """Return whether matmuls of more than 64 rows on a GPU are batch-invariant where the call does not say."""
+    return _row_invariant
 
 
-def rows_are_invariant(rows: int) -> bool:
-    """Return whether a quantized matmul of so many rows on a GPU is batch-invariant now: few rows always are."""
-    return _native.cuda_rows_invariant(rows, row_invariant())
+def rows_are_invariant(rows: int, *, invariant: bool | None = None) -> bool:
+    """Return whether a quantized matmul of so many rows on a GPU is batch-invariant: few rows always are.
 
-
-@contextlib.contextmanager
-def row_invariant_matmuls() -> Iterator[None]:
-    """Make matmuls of this thread batch-invariant meanwhile, as `set_row_invariant` does for all."""
-    before, _here.row_invariant = _here.row_invariant, True
-    try:
-        yield
-    finally:
-        _here.row_invariant = before
+    Args:
+        rows: number of rows.
+        invariant: what the call asks for; None: `row_invariant`.
+    """
+    return _native.cuda_rows_invariant(rows, row_invariant() if invariant is None else invariant)
 
 
 def set_row_invariant(enabled: bool) -> None:
     """Make quantized matmuls of more than 64 rows on a GPU batch-invariant if `enabled`, or not (the default).
 
-    `EXL_ROW_INVARIANT=1` does the same. Off: cuBLAS multiplies many rows fast, with sums that depend on the number of
-    rows. On: the kernels for few rows take 64 or 128 rows at a time, so a prompt's logits depend neither on its
-    chunks nor on cached pages. docs/performance.md has the cost. Float matrices are multiplied by cuBLAS 64 rows at a
-    time, too, but a call of fewer rows may differ in the last bits.
+    `EXL_ROW_INVARIANT=1` does the same. Calls that pass `invariant` decide for themselves. Off: cuBLAS multiplies many
+    rows fast, with sums that depend on the number of rows. On: the kernels for few rows take 64 or 128 rows at a time,
+    so a prompt's logits depend neither on its chunks nor on cached pages. docs/performance.md has the cost. Float
+    matrices are multiplied by cuBLAS 64 rows at a time, too, but a call of fewer rows may differ in the last bits.
     """
     global _row_invariant
     _row_invariant = bool(enabled)

@@ -93,7 +93,8 @@ class AttentionHalf(JoinedHalf):
         a = self.about
         q_proj, k_proj, v_proj = (linear.quant for linear in a.first)
         heads = Heads(a, step)
-        k, v = shape_part(a, k_proj.matmul(h), a.k_norm), shape_part(a, v_proj.matmul(h))
+        k, v = (proj.matmul(h, invariant=step.invariant) for proj in (k_proj, v_proj))
+        k, v = shape_part(a, k, a.k_norm), shape_part(a, v)
         heads.rotate(k, step.rope_positions)
         heads.store(k, v)
         if output_tokens == "none":
@@ -101,7 +102,7 @@ class AttentionHalf(JoinedHalf):
         x, h, rows, places, turns = (
             last_rows(t, step.batch_size) for t in (x, h, step.rows, step.positions, step.rope_positions)
         )
-        q = shape_part(a, q_proj.matmul(h), a.q_norm)
+        q = shape_part(a, q_proj.matmul(h, invariant=step.invariant), a.q_norm)
         heads.rotate(q, turns)
         return x, h, heads.read(q, rows, places).view(x.shape[0], -1)
 

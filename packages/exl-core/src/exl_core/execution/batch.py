@@ -41,6 +41,7 @@ class Step:
     pages: Callable[[int], KVPages]  # of a layer
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
     max_keys: int | None = None  # exclusive upper bound of positions
+    invariant: bool = False  # rows are batch-invariant, also more than PACKED_ROWS: each matmul is asked for that
     windows: bool = False  # rows are windows of prompts: tokens of neighbouring rows may share one of block_table
     abort_event: Event | None = None
     loras: tuple[Adapter, ...] = ()  # the adapters of every row, applied by the linears

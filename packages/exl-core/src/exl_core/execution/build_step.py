@@ -43,6 +43,7 @@ def build_step(
     rope_alt: RopeTable | None = None,
     parallel: TensorParallel | None = None,
     ids: Tensor | None = None,
+    invariant: bool = False,
 ) -> Step:
     """Build the step with its tensors on `device`.
 
@@ -60,6 +61,7 @@ def build_step(
         rope_alt: second RoPE table, or None.
         parallel: sharding of the model, or None.
         ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
+        invariant: the rows are batch-invariant.
 
     Raises:
         SequenceTooLongError: too many tokens for the cache or the model.
@@ -74,11 +76,7 @@ def build_step(
     rows, positions, block_table, page_size, pages = layout
     shard_pages = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
     last = int(positions.max())
-    if last >= config.max_seq_len:
-        raise SequenceTooLongError(
-            f"position {last} is beyond the model's max_seq_len of {config.max_seq_len}; shorten the context, or raise "
-            "config.max_seq_len before building the model"
-        )
+    _check_last(config, last)
     flat = positions.reshape(-1)
     page_of = block_table[rows.long(), flat // page_size].long()
     visible, pictures = _pictures(positions, ids, embeddings)
@@ -100,6 +98,7 @@ def build_step(
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
         abort_event=abort_event,
+        invariant=invariant,
         loras=loras,
         embeddings=embeddings,
         alt=alt,
@@ -108,6 +107,15 @@ def build_step(
     if parallel is not None:
         step.shards = parallel.shards_of(step, shard_pages)
     return step
+
+
+def _check_last(config: ExLlamaV2Config, last: int) -> None:
+    """Raise SequenceTooLongError for a last position that the model has no room for."""
+    if last >= config.max_seq_len:
+        raise SequenceTooLongError(
+            f"position {last} is beyond the model's max_seq_len of {config.max_seq_len}; shorten the context, or raise "
+            "config.max_seq_len before building the model"
+        )
 
 
 def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torch.device) -> Callable[[int], KVPages]:

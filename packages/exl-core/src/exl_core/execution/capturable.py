@@ -38,7 +38,7 @@ __all__ = [
 
 # Fields of a step that change from replay to replay, and constant fields. All others must be empty.
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
-_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
+_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt", "invariant"}
 
 
 class NotCapturableError(Exception):
@@ -98,9 +98,18 @@ def refusal_of_settings(config: ExLlamaV2Config) -> str | None:
 
 
 def static_step(
-    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepTensors, device: torch.device
+    model: LanguageModel,
+    cache: ExLlamaV2CacheBase,
+    bucket: Bucket,
+    inputs: StepTensors,
+    device: torch.device,
+    *,
+    invariant: bool = True,
 ) -> Step:
-    """Build a step over `inputs` that is valid for every length that the bucket's pages can hold."""
+    """Build a step over `inputs` that is valid for every length that the bucket's pages can hold.
+
+    Its rows are batch-invariant, except those of prompts that are captured without `invariant`.
+    """
     longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)
     params = PagedParams(
         batch_size=bucket.batch,
@@ -111,7 +120,16 @@ def static_step(
         q_len=bucket.q_len,
     )
     step = build_step(
-        model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
+        model.config,
+        model.rope,
+        cache,
+        params,
+        bucket.batch,
+        bucket.q_len,
+        None,
+        device,
+        rope_alt=model.rope_alt,
+        invariant=invariant,
     )
     for name in (f.name for f in fields(Step)):
         if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.device import row_invariant, rows_are_invariant
 from exl_kernels.selection import runs_packed
 
 from ..device import out_of_memory_as_error
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from .batch import Step
     from .sharded.context import TensorParallel
 
-__all__ = ["EAGER", "Eager", "first_step", "logits_of", "matmuls_of"]
+__all__ = ["EAGER", "Eager", "asks_invariant_rows", "first_step", "logits_of"]
 
 
 class Eager:
@@ -33,7 +32,7 @@ class Eager:
     @torch.no_grad()
     def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult | None:
         """Run a checked pass module by module; see `Executor.run`."""
-        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
+        with out_of_memory_as_error("run the model"):
             return run_modules(model, asked, self.step(model, asked))
 
     def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
@@ -44,18 +43,20 @@ class Eager:
 EAGER = Eager()
 
 
-def matmuls_of(model: LanguageModel, asked: ForwardPass) -> AbstractContextManager[None]:
-    """Return the context of a pass that is not captured.
+def asks_invariant_rows(model: LanguageModel, asked: ForwardPass) -> bool:
+    """Return whether a pass that is not captured asks matmuls for batch-invariant rows; few rows always are.
 
-    Matmuls of decode steps and of passes of up to `packed_rows` rows are batch-invariant, as in captured steps: tokens
-    do not depend on whether there was memory for the graph.
+    `device.set_row_invariant` makes every pass ask. Otherwise decode steps and passes of up to `packed_rows` rows do,
+    as captured steps: tokens do not depend on whether there was memory for the graph.
     """
+    if row_invariant():
+        return True
     params = asked.params
     is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
     rows = asked.ids.numel()
-    if rows_are_invariant(rows) or not runs_packed(rows, decodes=is_step, packed=model.packed_rows):
-        return nullcontext()
-    return row_invariant_matmuls()
+    return not rows_are_invariant(rows, invariant=False) and runs_packed(
+        rows, decodes=is_step, packed=model.packed_rows
+    )
 
 
 def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:
@@ -76,15 +77,19 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
         rope_alt=model.rope_alt,
         parallel=parallel,
         ids=asked.ids,
+        invariant=asks_invariant_rows(model, asked),
     )
 
 
-def logits_of(model: LanguageModel, hidden: Tensor) -> Tensor:
-    """Return the logits [T, padded vocabulary] of hidden states [T, hidden] on the last device, without adapters."""
+def logits_of(model: LanguageModel, hidden: Tensor, *, invariant: bool) -> Tensor:
+    """Return the logits [T, padded vocabulary] of hidden states [T, hidden] on the last device, without adapters.
+
+    invariant: the pass asks for batch-invariant rows.
+    """
     norm, head = model.modules[-2], model.modules[-1]
     assert isinstance(norm, Norm)
     assert isinstance(head, Head)
-    return head.forward(norm.forward(hidden))
+    return head.forward(norm.forward(hidden), invariant=invariant)
 
 
 def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> ForwardResult | None:

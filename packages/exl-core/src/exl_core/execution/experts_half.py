@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.device import row_invariant
 from exl_kernels.linear.fused import FusedNorm
 from exl_kernels.moe import ExpertGroup
 
@@ -45,34 +44,36 @@ class ExpertsHalf(Half):
         output_tokens: OutputTokens = "all",
     ) -> tuple[Tensor, HalfInput]:
         """Run the half; see `Half.run`. It has no matmuls that `ops` could join."""
-        grouped = self._grouped_for(x)
-        x = self.module.forward(x, step) if grouped is None else self._together(x, grouped)
+        grouped = self._grouped_for(x, step)
+        x = self.module.forward(x, step) if grouped is None else self._together(x, grouped, step)
         return last_rows(x, step.batch_size) if output_tokens == "last" else x, None
 
-    def _grouped_for(self, x: Tensor) -> ExpertGroup | None:
+    def _grouped_for(self, x: Tensor, step: Step) -> ExpertGroup | None:
         """Return the experts in shared launches, if these take so many rows of the type of x, or of its norm."""
         about, grouped = self.about, self.about.grouped
         if grouped is None or (about.norm is None and x.dtype != grouped.dtype):
             return None
-        return grouped if grouped.shares(x.shape[0], about.chosen, row_invariant()) else None
+        return grouped if grouped.shares(x.shape[0], about.chosen, step.invariant) else None
 
-    def _together(self, x: Tensor, grouped: ExpertGroup) -> Tensor:
+    def _together(self, x: Tensor, grouped: ExpertGroup, step: Step) -> Tensor:
         """Run the half with the experts in shared launches, which also add x where nothing is in between."""
-        about = self.about
+        about, invariant = self.about, step.invariant
         into = x if about.post is None and x.dtype == grouped.dtype else None
-        h, weights, ids = self._routed(x, fuses=into is not None)
+        h, weights, ids = self._routed(x, step, fuses=into is not None)
         shared = gate = None
         if about.shared is not None and not grouped.joins_shared:
-            features = activated([linear.forward(h) for linear in about.shared.first], about.shared.activation)
-            shared = about.shared.last.forward(features)
+            features = activated(
+                [linear.forward(h, invariant=invariant) for linear in about.shared.first], about.shared.activation
+            )
+            shared = about.shared.last.forward(features, invariant=invariant)
         if about.shared_gate is not None:
-            gate = activate(about.shared_gate.forward_precise(h), "sigmoid")
-        y = grouped(h, weights, ids, shared=shared, shared_weights=gate, residual=into, out=into)
+            gate = activate(about.shared_gate.forward_precise(h, invariant=invariant), "sigmoid")
+        y = grouped(h, weights, ids, shared=shared, shared_weights=gate, residual=into, out=into, invariant=invariant)
         if into is not None:
             return y
         return x.add_(y if about.post is None else about.post.apply(y.to(x.dtype)))
 
-    def _routed(self, x: Tensor, *, fuses: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _routed(self, x: Tensor, step: Step, *, fuses: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return the normed x, the weights of the chosen experts and their numbers.
 
         fuses: the router's launch may norm x.
@@ -84,7 +85,7 @@ class ExpertsHalf(Half):
         h = x if about.norm is None else about.norm.forward(x)
         if routing is not None:
             return h, *routing(h)
-        logits = about.router.forward_precise(h)
+        logits = about.router.forward_precise(h, invariant=step.invariant)
         return h, *chosen_experts(logits, about.chosen, about.normalize, about.jitter)
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
@@ -103,7 +102,7 @@ class JoinedLaunches:
         Args:
             given: ids int64 [T] on the device, of which more than PACKED_ROWS run in blocks (`refusal_of_rows`); for a
                 section without embedding, the hidden state [T, hidden], which is changed in place.
-            step: the step. Its adapters must be `RowAdapters`.
+            step: the step, `invariant` if it has more than PACKED_ROWS rows. Its adapters must be `RowAdapters`.
             logits: float32 [T, padded vocabulary], which a head fills.
 
         Returns:
@@ -112,11 +111,10 @@ class JoinedLaunches:
         x = self._embedded(given)
         rows = x.shape[0]
         if rows > PACKED_ROWS:
-            with row_invariant_matmuls():
-                h = self._hidden(x, step, self._joins(rows))
-                return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
+            h = self._hidden(x, step)
+            return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
         head = None if logits is None or step.loras else self._joined_head
-        x, left = self._run_halves(x, step, self._joins(rows), head=head)
+        x, left = self._run_halves(x, step, head=head)
         if isinstance(left, PackedInput):
             assert logits is not None
             assert self._head is not None
@@ -137,16 +135,16 @@ class JoinedLaunches:
 
     def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
         """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
-        return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens)
+        return self._hidden(self._embedded(ids), step, output_tokens)
 
-    def _joins(self, rows: int) -> list[bool]:
-        """Return for each half whether its launches of `rows` rows are joined."""
-        few = joins_rows(rows)
+    def _joins(self, rows: int, *, invariant: bool) -> list[bool]:
+        """Return for each half whether its launches of `rows` rows, which are `invariant` or not, are joined."""
+        few = joins_rows(rows, invariant=invariant)
         return [few and half.joins(rows) for half in self.halves]
 
-    def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
+    def _hidden(self, x: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
         batch, rows = step.batch_size, x.shape[0]
-        x, h = self._run_halves(x, step, joins, output_tokens=output_tokens)
+        x, h = self._run_halves(x, step, output_tokens=output_tokens)
         assert not isinstance(h, PackedInput), "no matmul follows the last half"
         if output_tokens == "last" and x.shape[0] == rows > batch:
             x, h = last_rows(x, batch), None if h is None else last_rows(h, batch)
@@ -159,17 +157,15 @@ class JoinedLaunches:
         self,
         x: Tensor,
         step: Step,
-        joins: Sequence[bool],
         *,
         output_tokens: OutputTokens = "all",
         head: FusedLinear | None = None,
     ) -> tuple[Tensor, HalfInput]:
-        """Run the halves, each with joined launches where `joins` says so and these add the adapters of the step.
+        """Run the halves, each with joined launches where there are any that add the adapters of the step.
 
         Args:
             x: the hidden state [T, hidden].
             step: the step.
-            joins: of each half.
             output_tokens: the tokens whose hidden states are returned. With "last" only these are returned, if
                 all halves from the last attention on run apart. With "none" that attention ends the pass.
             head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
@@ -177,7 +173,7 @@ class JoinedLaunches:
         Returns:
             x, and what the last half did for the last norm or `head`.
         """
-        halves = self.halves
+        halves, joins = self.halves, self._joins(x.shape[0], invariant=step.invariant)
         if step.loras:  # separate matmuls would leave the adapters out
             joins = [joint and half.takes_adapters(step) for joint, half in zip(joins, halves, strict=True)]
             halves = [half if joint else ModuleHalf(half.module) for joint, half in zip(joins, halves, strict=True)]
@@ -192,7 +188,8 @@ class JoinedLaunches:
             prologues = self._kept_prologues[key] = next_prologues(
                 [half.plan for half in halves], joins, self._last_norm, head, rows, packs=not step.loras
             )
-        apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
+        many = takes_many_rows(x.shape[0], invariant=step.invariant)
+        apart = ManyRows(halves, x.shape[0], x.device) if many else APART
         h: HalfInput = None
         for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
             here = output_tokens if index == narrows else "all"
@@ -202,7 +199,7 @@ class JoinedLaunches:
         return x, h
 
     def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
-        """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""
+        """Write the logits of many batch-invariant rows h in blocks; returns them."""
         assert self._head is not None
         head = self._plain_head
         if head is not None and not step.loras and head_takes_blocks(head, self._head, h.shape[0]):
@@ -218,7 +215,7 @@ class JoinedLaunches:
 
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
-        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens="none")
+        self._run_halves(self._embedded(ids), step, output_tokens="none")
 
     def _embedded(self, given: Tensor) -> Tensor:
         """Return the hidden state, of the embedded ids if there is an embedding."""

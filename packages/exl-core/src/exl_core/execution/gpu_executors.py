@@ -9,7 +9,7 @@ import torch
 from ..device import out_of_memory_as_error
 from .captured import INVALID
 from .captured_step import UnrecordedStep
-from .eager import first_step, logits_of, matmuls_of
+from .eager import asks_invariant_rows, first_step, logits_of
 from .executor import Refused
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class CapturedLast:
         hidden = step.captured.hidden
         assert hidden is not None, "`last` was asked for"
         try:
-            with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
-                logits = logits_of(model, hidden)
+            with out_of_memory_as_error("run the model"):
+                logits = logits_of(model, hidden, invariant=asks_invariant_rows(model, asked))
         except Exception:
             cache.current_seq_len = before  # as after any failed pass
             raise
@@ -123,7 +123,7 @@ class Joined:
     def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
         """Run a pass; see `Executor.run`."""
         result: ForwardResult = {}
-        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
+        with out_of_memory_as_error("run the model"):
             step = first_step(model, asked)
             batch = asked.ids.shape[0]
             flat = asked.ids.reshape(-1).to(step.slots.device)

@@ -149,17 +149,18 @@ class HalfPlan(Generic[M]):
         packs = layer is not None and self.first_normed.input_columns(rows) is not None
         return NormLaunch.PACKING if packs else NormLaunch.OWN
 
-    def last_launch(self, rows: int, following: Prologue[M], *, joined: bool) -> LastLaunch:
+    def last_launch(self, rows: int, following: Prologue[M], *, joined: bool, invariant: bool) -> LastLaunch:
         """Return the launch that adds the results of `rows` rows to the hidden state.
 
         Args:
             rows: rows of the pass.
             following: the part of the next prologue that the half may do.
             joined: the launches of the half are joined.
+            invariant: the pass asks for batch-invariant rows.
         """
         if joined and following.chained is not None:
             return LastLaunch.PACKING_MATMUL
-        if self.adds_residual and (joined or self.adds_at_once(rows)):
+        if self.adds_residual and (joined or self.adds_at_once(rows, invariant=invariant)):
             return LastLaunch.MATMUL
         if self.adds_apart:
             packs = joined and following.matmul is not None and following.matmul.input_columns(rows) is not None
@@ -168,12 +169,12 @@ class HalfPlan(Generic[M]):
             return LastLaunch.SUM
         return LastLaunch.SUM_AND_NORM
 
-    def adds_at_once(self, rows: int) -> bool:
+    def adds_at_once(self, rows: int, *, invariant: bool) -> bool:
         """Return whether torch multiplies `rows` rows by the last matrix, dequantized, and adds the hidden state.
 
         The sum is rounded once.
         """
-        return self._last_adds and not rows_are_invariant(rows)
+        return self._last_adds and not rows_are_invariant(rows, invariant=invariant)
 
     def refusal_of_adapters(self) -> str | None:
         """Return why joined launches cannot add adapters to every matrix, or None."""
@@ -273,6 +274,6 @@ def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None])
     return pass_rows(all(takes_blocks) and all(why is None for why in refusals))
 
 
-def joins_rows(rows: int) -> bool:
-    """Return whether halves that have joined launches for `rows` rows of the current context use them."""
-    return refusal_of_joined_rows(rows) is None and rows_are_invariant(rows)
+def joins_rows(rows: int, *, invariant: bool) -> bool:
+    """Return whether halves that have joined launches for `rows` rows use them in a pass that is `invariant` or not."""
+    return refusal_of_joined_rows(rows) is None and rows_are_invariant(rows, invariant=invariant)

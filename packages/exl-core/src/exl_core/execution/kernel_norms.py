@@ -40,6 +40,7 @@ class NormLaunches:
         hidden: elements of the hidden state.
         rows: rows of the pass.
         decodes: each sequence has one row.
+        invariant: the pass asks for batch-invariant rows.
         adapted: adapters change all matrices of joined launches.
         norm_shape: the shape of a norm's weight.
     """
@@ -50,10 +51,11 @@ class NormLaunches:
         rows: int,
         *,
         decodes: bool,
+        invariant: bool,
         adapted: bool,
         norm_shape: Callable[[Norm], tuple[int, ...]],
     ) -> None:
-        self._hidden, self._rows, self._decodes = hidden, rows, decodes
+        self._hidden, self._rows, self._decodes, self._invariant = hidden, rows, decodes, invariant
         self._adapted, self._norm_shape = adapted, norm_shape
         self._normed = False
         """The next half finds its input normed, or packed for the matmul that norms it."""
@@ -107,7 +109,7 @@ class NormLaunches:
 
     def _heads(self, a: AttentionDescription, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
         """Yield the launches that norm q and k: both, one each, or none where attention norms them."""
-        if not (joins or plan.first_normed.pays_apart(self._rows)):
+        if not (joins or plan.first_normed.pays_apart(self._rows, invariant=self._invariant)):
             yield from self._norms_of_heads_apart(a)
         elif norms_of_heads(a, self._norm_shape) is not None:
             if not self._decodes:
@@ -122,7 +124,8 @@ class NormLaunches:
 
     def _end(self, plan: HalfPlan[ShapedMatmul], following: Prologue[ShapedMatmul], joins: bool) -> Iterator[Selection]:
         """Yield the launches that norm behind the last matmul of a half."""
-        launch, about, norm = plan.last_launch(self._rows, following, joined=joins), plan.about, following.norm
+        launch = plan.last_launch(self._rows, following, joined=joins, invariant=self._invariant)
+        about, norm = plan.about, following.norm
         if launch in (LastLaunch.POST_NORM, LastLaunch.PACKING_POST_NORM):
             into = following.matmul if launch is LastLaunch.PACKING_POST_NORM else None
             columns = None if into is None else into.input_columns(self._rows)

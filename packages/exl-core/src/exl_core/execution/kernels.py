@@ -7,11 +7,10 @@ same functions (`half_matmuls.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.device import row_invariant, rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import ShapedMatmul, blocks_of
 from exl_kernels.moe.cuda import ExpertRouter
@@ -125,14 +124,13 @@ def kernel_uses(
     found: list[KernelUse] = []
     for count, is_prompt in (*((n, False) for n in rows), *((n, True) for n in prompts)):
         way = model.way(count, is_prompt, adapted=adapter_rank is not None)
-        with way.matmuls:
-            uses = _Uses(model, way, count, is_prompt, adapted=adapter_rank is not None)
-            uses.attention(cache, keys, rotated)
-            uses.halves()
-            uses.head()
-            uses.norms()
-            if adapter_rank is not None:
-                uses.adapters(adapter_rank)
+        uses = _Uses(model, way, count, is_prompt, adapted=adapter_rank is not None)
+        uses.attention(cache, keys, rotated)
+        uses.halves()
+        uses.head()
+        uses.norms()
+        if adapter_rank is not None:
+            uses.adapters(adapter_rank)
         found += uses.rows()
     return found
 
@@ -155,8 +153,8 @@ class _Way(NamedTuple):
     """Why `select` takes no way before it in its table; for a captured step, why it has no joined launches."""
     refusal: str | None
     """Why no half of so many rows joins its launches."""
-    matmuls: AbstractContextManager[None]
-    """The context of the pass, which makes its rows batch-invariant or not."""
+    invariant: bool
+    """The pass asks for batch-invariant rows."""
 
 
 class _Model:
@@ -219,25 +217,23 @@ class _Model:
 
     def way(self, count: int, is_prompt: bool, *, adapted: bool) -> _Way:
         """Return how a step of `count` sequences, or a prompt of `count` tokens, runs; with adapters if `adapted`."""
-        invariant = runs_packed(count, decodes=not is_prompt, packed=self._packed_rows)
-        context = row_invariant_matmuls() if invariant else nullcontext()
+        invariant = row_invariant() or runs_packed(count, decodes=not is_prompt, packed=self._packed_rows)
         captured = _UNCAPTURED if is_prompt else refusal_of_step(self, count, 1, adapted=adapted)
         way, reason = way_of(self, PassFacts(adapted, is_prompt=is_prompt), captured)
         refusal = self._refusal_of_joining(count, invariant)
         if way == "captured":
             apart = self._apart
-            return _Way(way, () if apart is None else (apart,), refusal or self.unjoined(adapted=adapted), context)
+            return _Way(way, () if apart is None else (apart,), refusal or self.unjoined(adapted=adapted), invariant)
         reasons = (reason,) if is_prompt else (captured, reason)
         why = tuple(dict.fromkeys(text for text in reasons if text is not None))
-        return _Way(way, why, reason if way == "eager" else refusal, context)
+        return _Way(way, why, reason if way == "eager" else refusal, invariant)
 
     def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
         """Return why halves of so many rows do not join launches that their plans would join, or None."""
         if self._apart is not None:
             return self._apart
-        with row_invariant_matmuls() if invariant else nullcontext():
-            if joins_rows(count):
-                return None
+        if joins_rows(count, invariant=invariant):
+            return None
         return refusal_of_joined_rows(count) or self.many_rows()
 
     def many_rows(self) -> str:
@@ -288,7 +284,7 @@ class _Found:
 
 
 class _Uses:
-    """Kernels and reasons by operation, over all layers, of one pass. Use it in the context of the pass.
+    """Kernels and reasons by operation, over all layers, of one pass.
 
     Args:
         model: the model.
@@ -300,6 +296,7 @@ class _Uses:
 
     def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool, *, adapted: bool) -> None:
         self._model, self._way, self._count, self._adapted = model, way, count, adapted
+        self._invariant = rows_are_invariant(count, invariant=way.invariant)
         self._tokens = count if is_prompt else 1
         self._found: dict[str, _Found] = {}
         self._add(WAY, way.way, way.why)
@@ -426,7 +423,7 @@ class _Uses:
 
     def _separate(self, plan: HalfPlan[ShapedMatmul], why: Sequence[str]) -> None:
         """Add the matmuls of a half with separate launches: all first ones at once where that is faster."""
-        if plan.first_normed.pays_apart(self._count):
+        if plan.first_normed.pays_apart(self._count, invariant=self._way.invariant):
             self._matmul(_names(plan)[0], plan.first_normed, plan.about.first, why=why)
         else:
             self._alone_each(plan.about.first, why)
@@ -452,6 +449,7 @@ class _Uses:
             self._model.hidden,
             self._count,
             decodes=self._tokens == 1,
+            invariant=self._way.invariant,
             adapted=self._adapted,
             norm_shape=self._model.shapes.of_norm,
         )
@@ -485,7 +483,7 @@ class _Uses:
         apart = self._way.way == "eager" or self._model.unjoined(adapted=self._adapted)
         if apart or (self._adapted and self._way.refusal):
             return False  # the module runs its own pass
-        found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))
+        found = self._model.experts(about, self._count, invariant=self._invariant)
         return self._routes(about) and not isinstance(found, str) and found.joined and rms_of(about.norm) is not None
 
     def _routes(self, about: ExpertsDescription) -> bool:
@@ -499,7 +497,7 @@ class _Uses:
             self._add("router", self._model.card.router(about.router.out_features, self._count))
             known.add(about.router)
         reasons = [why_apart]
-        found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))
+        found = self._model.experts(about, self._count, invariant=self._invariant)
         if not isinstance(found, str) and found.joined:
             self._add("experts", found.kernel)
             known.update(linear for expert in about.experts for linear in expert)
@@ -536,7 +534,7 @@ class _Uses:
         if shape is None:
             self._add(operation, "cuBLAS", ["the matrix is not quantized"])
             return
-        invariant = rows_are_invariant(rows)
+        invariant = rows_are_invariant(rows, invariant=self._way.invariant)
         plan = card.plan_alone(shape, rows, invariant=invariant)
         if plan.dequantizes:
             self._add(operation, plan.kernel, (*why, self._model.many_rows()))

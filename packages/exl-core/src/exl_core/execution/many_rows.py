@@ -40,9 +40,12 @@ class _Attention(NamedTuple):
     """The result [T, heads * head_dim]."""
 
 
-def takes_many_rows(rows: int) -> bool:
-    """Return whether `ManyRows` runs halves of so many rows whose launches are not joined."""
-    return not rows_are_invariant(rows)
+def takes_many_rows(rows: int, *, invariant: bool) -> bool:
+    """Return whether `ManyRows` runs halves of so many rows whose launches are not joined.
+
+    invariant: the pass asks for batch-invariant rows.
+    """
+    return not rows_are_invariant(rows, invariant=invariant)
 
 
 def largest_weight(halves: Sequence[Half]) -> int:
@@ -127,13 +130,13 @@ class ManyRows(Operators):
         if isinstance(matrix, CudaQuantMatrix):
             matrix.matmul_in(self._weights, x, out)
         else:
-            matrix.matmul(x, out=out)
+            matrix.matmul(x, out=out, invariant=False)
 
-    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor, step: Step) -> None:
         """See `Operators.add`."""
         matrix.add_matmul_in(self._weights, y, x)
 
-    def multiplied(self, matrix: QuantMatrix, y: Tensor) -> Tensor:
+    def multiplied(self, matrix: QuantMatrix, y: Tensor, step: Step) -> Tensor:
         """See `Operators.multiplied`."""
         if self._sum is None or self._sum.shape[1] != matrix.out_features:
             self._sum = y.new_empty(y.shape[0], matrix.out_features)

@@ -36,9 +36,9 @@ class Operators:
         each matrix, one after the other.
         """
         h, first = half.normed(x, h), half.first_normed
-        if first.pays_apart(rows := h.shape[0]):
+        if first.pays_apart(rows := h.shape[0], invariant=step.invariant):
             return first(h, h.new_empty(rows, first.out_features))
-        return (linear.quant.matmul(h) for linear in half.about.first)
+        return (linear.quant.matmul(h, invariant=step.invariant) for linear in half.about.first)
 
     def attention(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | None:
         """Run norm, q, k, v and attention of all tokens as the steps of every layer of this kind.
@@ -61,12 +61,12 @@ class Operators:
         assert isinstance(y, Tensor), "the features of `first`"
         about, norm, matrix = half.about, next_prologue.norm, half.about.last.quant
         out = h if isinstance(h, Tensor) else None
-        launch = half.plan.last_launch(x.shape[0], next_prologue, joined=False)
+        launch = half.plan.last_launch(x.shape[0], next_prologue, joined=False, invariant=step.invariant)
         if launch is LastLaunch.MATMUL:
             assert isinstance(matrix, CudaQuantMatrix), "`adds_at_once`"
-            self.add(matrix, y, x)
+            self.add(matrix, y, x, step)
             return None if norm is None else rms_norm(x, norm.loaded_weight, norm.eps, out=out)
-        y = self.multiplied(matrix, y)
+        y = self.multiplied(matrix, y, step)
         if launch is LastLaunch.SUM_AND_NORM:
             assert norm is not None
             y = y if about.post is None else about.post.apply(y.to(x.dtype))
@@ -74,13 +74,13 @@ class Operators:
         normed = half.finish(x, y, norm, out)
         return norm.forward(x) if launch is LastLaunch.SUM and norm is not None else normed
 
-    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor, step: Step) -> None:
         """Compute x += y @ matrix in place by one matmul of torch."""
-        matrix.add_matmul(y, x)
+        matrix.add_matmul(y, x, invariant=step.invariant)
 
-    def multiplied(self, matrix: QuantMatrix, y: Tensor) -> Tensor:
+    def multiplied(self, matrix: QuantMatrix, y: Tensor, step: Step) -> Tensor:
         """Return y @ matrix."""
-        return matrix.matmul(y)
+        return matrix.matmul(y, invariant=step.invariant)
 
 
 class JoinedOperators(Operators):
@@ -143,14 +143,15 @@ class JoinedOperators(Operators):
             last.chained(y, out, residual)
         else:
             last(y, out, residual)
-        return self._run_next_prologue(half, x, out, h, next_prologue)
+        return self._run_next_prologue(half, x, out, h, next_prologue, step)
 
     def _run_next_prologue(
-        self, half: JoinedHalf, x: Tensor, y: Tensor, h: HalfInput, next_prologue: NextPrologue
+        self, half: JoinedHalf, x: Tensor, y: Tensor, h: HalfInput, next_prologue: NextPrologue, step: Step
     ) -> HalfInput:
         """Do the work after the last matmul, and pack the normed x for the next matmul where the same launch can."""
         into, norm, rows = next_prologue.matmul, next_prologue.norm, x.shape[0]
-        if half.plan.last_launch(rows, next_prologue, joined=True) is not LastLaunch.PACKING_POST_NORM:
+        launch = half.plan.last_launch(rows, next_prologue, joined=True, invariant=step.invariant)
+        if launch is not LastLaunch.PACKING_POST_NORM:
             return half.finish(x, y, norm, h)
         assert into is not None
         scratch = add_post_norm(x, y, input_norm(half.post_rms), input_norm(norm), into=into.input_of(rows))

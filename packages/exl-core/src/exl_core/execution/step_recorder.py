@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls
-
 from ..errors import DeviceError
 from ..layers import Head
 from ..lora.rows import RowAdapters
@@ -115,8 +113,7 @@ class StepRecorder:
         step = static_step(model, cache, bucket, inputs, inputs.buffer.device)
 
         def body(_: Tensor | None) -> Tensor:
-            with row_invariant_matmuls():
-                joined.store(inputs.ids, step)
+            joined.store(inputs.ids, step)
             return inputs.ids
 
         graph, _, held = self._recorder.capture(body, None, inputs.ids)

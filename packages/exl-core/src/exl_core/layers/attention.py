@@ -162,8 +162,9 @@ class Attention(SubLayer[AttentionBlock]):
         if self.sharding is not None:
             return self.sharding.attend(self, h, step)
         heads = self.heads(step)
-        mixed = heads.attend(*heads.shaped([linear.forward(h, step.loras) for linear in heads.about.first]))
-        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
+        first = [linear.forward(h, step.loras, invariant=step.invariant) for linear in heads.about.first]
+        mixed = heads.attend(*heads.shaped(first))
+        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras, invariant=step.invariant)
 
     def heads(self, step: Step) -> Heads:
         """Return the operators between the projections."""
@@ -213,4 +214,4 @@ class ParallelDecoder(Attention):
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the layer operator by operator."""
         h = self.normed(x)
-        return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))
+        return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras, invariant=step.invariant))

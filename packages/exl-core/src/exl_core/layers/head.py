@@ -51,12 +51,18 @@ class Head(Module):
         """Return the bytes of the loaded matrix."""
         return self.linear.weight_bytes()
 
-    def forward(self, x: Tensor, step: Step | None = None, out: Tensor | None = None) -> Tensor:
-        """Multiply x [T, hidden] -> float32 [T, padded vocabulary], in `out` if given."""
+    def forward(
+        self, x: Tensor, step: Step | None = None, out: Tensor | None = None, *, invariant: bool | None = None
+    ) -> Tensor:
+        """Multiply x [T, hidden] -> float32 [T, padded vocabulary], in `out` if given.
+
+        `invariant` is as for `QuantMatrix.matmul`; a step brings its own.
+        """
         logits = out
         if logits is None:
             logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
-        self.linear.forward_into(x, logits, () if step is None else step.loras)
+        loras, invariant = ((), invariant) if step is None else (step.loras, step.invariant)
+        self.linear.forward_into(x, logits, loras, invariant=invariant)
         return self.finish(logits)
 
     def finish(self, logits: Tensor) -> Tensor:

@@ -101,26 +101,28 @@ class Linear:
         """Return whether any of `loras` changes this matrix; blocks do not support adapters."""
         return any(self.key in lora.touched for lora in loras)
 
-    def forward(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward(self, x: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Multiply x [T, in] -> [T, out] of its type (float32, on a GPU half), without the file's padding columns.
 
-        Every adapter adds (x @ A @ B) * its scaling, in the given order.
+        Every adapter adds (x @ A @ B) * its scaling, in the given order. `invariant` is as for `QuantMatrix.matmul`.
         """
-        y = self._matrix(loras).matmul(x)
+        y = self._matrix(loras).matmul(x, invariant=invariant)
         y = y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
-        return self._add_adapters(x, y, loras)
+        return self._add_adapters(x, y, loras, invariant)
 
-    def forward_into(self, x: Tensor, out: Tensor, loras: Sequence[Adapter] = ()) -> None:
+    def forward_into(
+        self, x: Tensor, out: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None
+    ) -> None:
         """Write the result into `out` [T, columns >= out]; columns beyond `out_features` are not changed."""
         matrix = self._matrix(loras)
         if out.shape[-1] == matrix.out_features and matrix.out_features == self.out_features:
-            matrix.matmul(x, out=out)
+            matrix.matmul(x, out=out, invariant=invariant)
         else:
             whole = torch.empty((*x.shape[:-1], matrix.out_features), dtype=out.dtype, device=out.device)
-            out[..., : self.out_features] = matrix.matmul(x, out=whole)[..., : self.out_features]
-        self._add_adapters(x, out[..., : self.out_features], loras)
+            out[..., : self.out_features] = matrix.matmul(x, out=whole, invariant=invariant)[..., : self.out_features]
+        self._add_adapters(x, out[..., : self.out_features], loras, invariant)
 
-    def forward_precise(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward_precise(self, x: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Multiply as `forward`, to float32 on a GPU too, since half's rounding could change the choice of experts.
 
         Float matrices are summed so that a row's result does not depend on the number of rows.
@@ -129,8 +131,9 @@ class Linear:
         if isinstance(matrix, CudaFloatMatrix):
             y = matrix.matmul_precise(x)
         else:
-            y = matrix.matmul(x, out=x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32))
-        return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
+            y = x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32)
+            matrix.matmul(x, out=y, invariant=invariant)
+        return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras, invariant)
 
     def _matrix(self, loras: Sequence[Adapter]) -> QuantMatrix | ShardedMatrix:
         """Return the matrix to multiply by: an adapter's first replacement, else the model's own."""
@@ -140,11 +143,11 @@ class Linear:
                 return replacement
         return self.loaded_matrix
 
-    def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[Adapter]) -> Tensor:
+    def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> Tensor:
         for lora in loras:
             pair = lora.pairs.get(self.key)
             if pair is not None:
-                pair.add_to(x, y)
+                pair.add_to(x, y, invariant=invariant)
         return y
 
     @property

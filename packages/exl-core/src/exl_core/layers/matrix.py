@@ -46,8 +46,11 @@ class ShardedMatrix(ABC):
         self.device = home
 
     @abstractmethod
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
+        """Multiply x [T, in] on the home device -> [T, out], in `out` if given.
+
+        `invariant` is as for `QuantMatrix.matmul`.
+        """
 
     @abstractmethod
     def dequantize(self) -> Tensor:

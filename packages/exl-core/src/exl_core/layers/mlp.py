@@ -38,8 +38,11 @@ class FeedForward(SubLayer[MlpBlock]):
         self.activation: Activation = activation
 
     @abstractmethod
-    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Compute the sub-layer without norms and residual: [T, hidden] -> a new tensor [T, hidden]."""
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
+        """Compute the sub-layer without norms and residual: [T, hidden] -> a new tensor [T, hidden].
+
+        `invariant` is as for `QuantMatrix.matmul`.
+        """
 
     def _parts(self) -> Iterator[Norm | Linear]:
         yield from (norm for norm in (self.norm, self.post) if norm is not None)
@@ -54,11 +57,11 @@ class FeedForward(SubLayer[MlpBlock]):
         """Run the half on x [T, hidden], in place where possible, and return the result."""
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
             return self.block.forward(x)
-        return self.forward_by_operator(x, step.loras)
+        return self.forward_by_operator(x, step)
 
-    def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
-        return self.added(x, self.inner(self.normed(x), loras))
+        return self.added(x, self.inner(self.normed(x), step.loras, invariant=step.invariant))
 
 
 def activated(results: Iterable[Tensor], activation: Activation) -> Tensor:
@@ -72,8 +75,8 @@ def activated(results: Iterable[Tensor], activation: Activation) -> Tensor:
 class MlpSharding(Protocol):
     """Runs MLPs whose features are on several devices."""
 
-    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
-        """Compute `mlp.inner(h, loras)`."""
+    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter], *, invariant: bool | None) -> Tensor:
+        """Compute `mlp.inner` of these arguments."""
         ...
 
 
@@ -127,12 +130,12 @@ class DenseMLP(FeedForward):
         matrices = (self.up_proj.quant, self.down_proj.quant)
         return MlpBlock(block_norm(self.norm), gate, matrices, self.activation, post=block_norm(self.post))
 
-    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Compute the first matrices, the activation, and down."""
         if self.sharding is not None:
-            return self.sharding.inner(self, h, loras)
-        features = activated([linear.forward(h, loras) for linear in self.first], self.activation)
-        return self.down_proj.forward(features, loras)
+            return self.sharding.inner(self, h, loras, invariant=invariant)
+        first = [linear.forward(h, loras, invariant=invariant) for linear in self.first]
+        return self.down_proj.forward(activated(first, self.activation), loras, invariant=invariant)
 
 
 class GatedMLP(DenseMLP):

@@ -56,7 +56,7 @@ class Module(ABC):
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured `forward` of so many rows on a GPU is not batch-invariant; None where it is.
 
-        The pass runs inside `exl_kernels.device.row_invariant_matmuls`. The module is loaded.
+        The step is `invariant`. The module is loaded.
         """
         if not self.capturable:
             return f"{self.key} ({self.name}) decides on the host what to launch"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
@@ -26,6 +25,7 @@ from .norm import Norm
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
+    from ..execution.batch import Step
 
 __all__ = ["Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
 
@@ -80,7 +80,16 @@ class Expert:
 class ExpertSharding(Protocol):
     """Runs experts some of which are on the devices of other processes."""
 
-    def outputs(self, mixture: MoE, h: Tensor, places: Sequence[Tensor], out: Tensor, loras: Sequence[Adapter]) -> None:
+    def outputs(
+        self,
+        mixture: MoE,
+        h: Tensor,
+        places: Sequence[Tensor],
+        out: Tensor,
+        loras: Sequence[Adapter],
+        *,
+        invariant: bool | None,
+    ) -> None:
         """Fill `out` with the outputs of all experts.
 
         Args:
@@ -89,6 +98,7 @@ class ExpertSharding(Protocol):
             places: for each expert its rows of `out`, of which h has one for every `chosen`.
             out: [T * chosen, hidden], float32.
             loras: the adapters.
+            invariant: as for `QuantMatrix.matmul`.
         """
         ...
 
@@ -210,39 +220,42 @@ class MoE(FeedForward):
         if self.shared_gate is not None:
             yield self.shared_gate
 
-    def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the half on x [T, hidden] operator by operator, or with the experts and the residual in shared calls."""
-        grouped = None if self.post is not None else self._grouped_for(x, loras)
+        loras, invariant = step.loras, step.invariant
+        grouped = None if self.post is not None else self._grouped_for(x, loras, invariant)
         if grouped is None:
-            return super().forward_by_operator(x, loras)
-        h = self.normed(x)
-        return self._together(grouped, h, loras, self.route(h, loras), residual=x, out=x)
+            return super().forward_by_operator(x, step)
+        return self._together(grouped, self.normed(x), loras, invariant, residual=x, out=x)
 
-    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""
-        grouped = self._grouped_for(h, loras)
+        grouped = self._grouped_for(h, loras, invariant)
         if grouped is not None:
-            return self._together(grouped, h, loras, self.route(h, loras))
-        weights, indices = self.route(h, loras)
-        parts = self._outputs(h, indices, loras)
+            return self._together(grouped, h, loras, invariant)
+        weights, indices = self.route(h, loras, invariant=invariant)
+        parts = self._outputs(h, indices, loras, invariant)
         y = parts[:, 0] * weights[:, :1]
         for slot in range(1, self.chosen):
             y += parts[:, slot] * weights[:, slot : slot + 1]
         if self.shared is not None:
-            y += self._shared(h, loras)
+            y += self._shared(h, loras, invariant)
         return y.to(h.dtype)
 
-    def route(self, h: Tensor, loras: Sequence[Adapter] = ()) -> tuple[Tensor, Tensor]:
+    def route(
+        self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first."""
         if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
             return self._router(h)
-        return chosen_experts(self.router.forward_precise(h, loras), self.chosen, self.normalize, self.jitter)
+        logits = self.router.forward_precise(h, loras, invariant=invariant)
+        return chosen_experts(logits, self.chosen, self.normalize, self.jitter)
 
-    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
+    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> ExpertGroup | None:
         """Return the experts of `h` in shared calls; None where they run one after the other."""
         if self._grouped is None or h.dtype != self._grouped.dtype:
             return None
-        if not self._grouped.shares(h.shape[0], self.chosen, row_invariant()):
+        if not self._grouped.shares(h.shape[0], self.chosen, invariant):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None
@@ -253,44 +266,47 @@ class MoE(FeedForward):
         grouped: ExpertGroup,
         h: Tensor,
         loras: Sequence[Adapter],
-        route: tuple[Tensor, Tensor],
+        invariant: bool | None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        weights, indices = route
+        route = self.route(h, loras, invariant=invariant)
         shared = gate = None
         if self.shared is not None and not (grouped.joins_shared and not self._adapts_shared(loras)):
-            shared = self.shared.inner(h, loras)
+            shared = self.shared.inner(h, loras, invariant=invariant)
         if self.shared_gate is not None:
-            gate = activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
-        return grouped(h, weights, indices, shared=shared, shared_weights=gate, residual=residual, out=out)
+            gate = activate(self.shared_gate.forward_precise(h, loras, invariant=invariant), "sigmoid")
+        return grouped(h, *route, shared=shared, shared_weights=gate, residual=residual, out=out, invariant=invariant)
 
     def _adapts_shared(self, loras: Sequence[Adapter]) -> bool:
         return self.shared is not None and any(linear.adapted(loras) for linear in self.shared.submodules())
 
-    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
+    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> Tensor:
         """Return unweighted outputs float32 [T, chosen, hidden]; every expert runs once, on the rows that chose it."""
         out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
         flat, order = indices.reshape(-1).sort(stable=True)
         counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
         groups, flat_out = torch.split(order, counts), out.view(-1, out.shape[-1])
         if self.sharding is not None:
-            self.sharding.outputs(self, h, groups, flat_out, loras)
+            self.sharding.outputs(self, h, groups, flat_out, loras, invariant=invariant)
             return out
         for expert, places in zip(self.experts, groups, strict=True):
             if len(places):
                 x = send(h[places // self.chosen], expert.gate.device)
-                flat_out[places] = send(self.run_expert(expert, x, loras), out.device).float()
+                y = self.run_expert(expert, x, loras, invariant=invariant)
+                flat_out[places] = send(y, out.device).float()
         return out
 
-    def run_expert(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+    def run_expert(
+        self, expert: Expert, h: Tensor, loras: Sequence[Adapter], *, invariant: bool | None = None
+    ) -> Tensor:
         """Run one expert on h [rows, hidden], on its device."""
-        features = activated([expert.gate.forward(h, loras), expert.up.forward(h, loras)], self.activation)
-        return expert.down.forward(features, loras)
+        first = [linear.forward(h, loras, invariant=invariant) for linear in (expert.gate, expert.up)]
+        return expert.down.forward(activated(first, self.activation), loras, invariant=invariant)
 
-    def _shared(self, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+    def _shared(self, h: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> Tensor:
         assert self.shared is not None
-        y = self.shared.inner(h, loras).float()
+        y = self.shared.inner(h, loras, invariant=invariant).float()
         if self.shared_gate is None:
             return y
-        return y * activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
+        return y * activate(self.shared_gate.forward_precise(h, loras, invariant=invariant), "sigmoid")

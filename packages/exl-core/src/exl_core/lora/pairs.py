@@ -40,9 +40,9 @@ class LoraPair:
         """Map x [T, in] -> [T, out], of x's type."""
         return _multiply(self.b, _multiply(self.a, x))
 
-    def add_to(self, x: Tensor, y: Tensor) -> None:
-        """Add the result for x [T, in] to y [T, out]."""
-        if self._table is not None and self._table.takes(x, y):
+    def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
+        """Add the result for x [T, in] to y [T, out]; `invariant` as for `QuantMatrix.matmul`."""
+        if self._table is not None and self._table.takes(x, y, invariant=invariant):
             self._table.add(x, y)
         else:
             y += self.forward(x)

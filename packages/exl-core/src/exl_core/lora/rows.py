@@ -101,18 +101,18 @@ class _RowPairs:
         """The entries of the kernels by level and set."""
         return [_entries(level) for level in self._levels]
 
-    def add_to(self, x: Tensor, y: Tensor) -> None:
+    def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
         """Add the results of each row's adapters for x [T, in] to y [T, out]."""
         slots = self._rows.slots_of(x)
         for level, table in zip(self._levels, self._tables, strict=True):
-            if table is not None and table.takes(x, y):
+            if table is not None and table.takes(x, y, invariant=invariant):
                 table.add(x, y, slots)
                 continue
             for slot, pair in enumerate(level):
                 rows = (slots == slot).nonzero().squeeze(1)
                 if pair is not None and len(rows):
                     part = y[rows]
-                    pair.add_to(x[rows], part)
+                    pair.add_to(x[rows], part, invariant=invariant)
                     y[rows] = part
 
 

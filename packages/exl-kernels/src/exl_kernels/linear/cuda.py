@@ -4,7 +4,7 @@ Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/
 the file. A matmul multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
 scale to a group's sum. The second half rounding of the format's definition (of each weight) is left out; `dequantize`
 has it. Sums have one order, so few rows are batch-invariant (`device.rows_are_invariant`): a row's result does not
-depend on the number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16
+depend on the number of rows or its place among them. Calls with `invariant` make it so for any number of rows. BF16
 activations are carried as halves times a power of two of their row.
 
 `_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`). This module
@@ -209,11 +209,11 @@ class CudaQuantMatrix(_CudaMatrix):
         self.nbytes: int = sum(part.nbytes for part in held)
         settle(device)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
 
         Few rows run on the packed weights. For more rows the matrix is dequantized once and multiplied with torch, or,
-        where `device.set_row_invariant` asks for it, the packed weights take blocks of rows; the plan decides.
+        with `invariant`, the packed weights take blocks of rows; the plan decides.
 
         Raises:
             ShapeError, DTypeError: wrong size, type or device.
@@ -223,7 +223,7 @@ class CudaQuantMatrix(_CudaMatrix):
         if rows == 0:
             return out
         x = aligned(x.contiguous())
-        plan = self._planned(rows, x.dtype)
+        plan = self._planned(rows, x.dtype, invariant)
         if plan.dequantizes:
             self._multiply(x.view(-1, self.in_features), self.dequantize(), out.view(-1, self.out_features))
         elif plan.rows == rows:
@@ -231,7 +231,7 @@ class CudaQuantMatrix(_CudaMatrix):
         else:
             blocks = (torch.split(t.view(rows, -1), plan.rows) for t in (x, out))
             for some, to in zip(*blocks, strict=True):
-                launch_matmul(self._group, self._planned(some.shape[0], x.dtype), some, to)
+                launch_matmul(self._group, self._planned(some.shape[0], x.dtype, invariant), some, to)
         return out
 
     @property
@@ -239,27 +239,28 @@ class CudaQuantMatrix(_CudaMatrix):
         """Whether one launch takes BLOCK_ROWS float16 rows."""
         return self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True).whole_block
 
-    def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
-        """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so.
+    def _planned(self, rows: int, dtype: torch.dtype, invariant: bool | None) -> _native.MatmulPlan:
+        """Return the plan of a call of so many rows; `invariant` as for `matmul`.
 
         Rows that are not batch-invariant have one plan, whatever their number, and each prompt has another number.
         """
-        key = (rows if rows_are_invariant(rows) else None, dtype, row_invariant())
+        invariant = row_invariant() if invariant is None else invariant
+        key = (rows if rows_are_invariant(rows, invariant=invariant) else None, dtype, invariant)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
                 self._plans.clear()
-            plan = self._group.plan_alone(rows, bfloat16=dtype == torch.bfloat16, invariant=key[2])
+            plan = self._group.plan_alone(rows, bfloat16=dtype == torch.bfloat16, invariant=invariant)
             self._plans[key] = plan
         return plan
 
-    def adds_at_once(self, x: Tensor, to: Tensor) -> bool:
-        """Return whether `add_matmul(x, to)` is one matmul that also adds, by cuBLAS."""
+    def adds_at_once(self, x: Tensor, to: Tensor, *, invariant: bool | None = None) -> bool:
+        """Return whether `add_matmul` with these arguments is one matmul that also adds, by cuBLAS."""
         halves = x.dtype == to.dtype == torch.float16
-        return halves and self.plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype).dequantizes
+        return halves and self.plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype, invariant).dequantizes
 
-    def add_matmul(self, x: Tensor, to: Tensor) -> None:
-        """Add x [T, K] @ W to `to` [T, N], both contiguous halves.
+    def add_matmul(self, x: Tensor, to: Tensor, *, invariant: bool | None = None) -> None:
+        """Add x [T, K] @ W to `to` [T, N], both contiguous halves; `invariant` as for `matmul`.
 
         The result is bitwise identical to `to.add_(matmul(x))` where rows are batch-invariant; elsewhere the sum is
         rounded once.
@@ -267,10 +268,10 @@ class CudaQuantMatrix(_CudaMatrix):
         Raises:
             ShapeError, DTypeError: as for `matmul`.
         """
-        if self.adds_at_once(x, to):
+        if self.adds_at_once(x, to, invariant=invariant):
             to.addmm_(x, self.dequantize())
         else:
-            to.add_(self.matmul(x))
+            to.add_(self.matmul(x, invariant=invariant))
 
     def matmul_in(self, memory: WeightMemory, x: Tensor, out: Tensor) -> None:
         """Compute `matmul(x, out)` of rows that need not be batch-invariant, dequantized in `memory`.
@@ -327,8 +328,8 @@ class CudaQuantMatrix(_CudaMatrix):
 class CudaFloatMatrix(_CudaMatrix):
     """A float matrix on a GPU, multiplied by torch, which picks its kernel, and so its order of sums, by shape.
 
-    A row's result may depend on the number of rows in the call. Where `device.row_invariant` asks for batch-invariant
-    rows, calls of more than PACKED_ROWS rows multiply PACKED_ROWS at a time: a row's result is then the same in every
+    A row's result may depend on the number of rows in the call. With `invariant`, calls of more than PACKED_ROWS rows
+    multiply PACKED_ROWS at a time: a row's result is then the same in every
     such call, and bitwise that of a call of PACKED_ROWS rows. `_native.cuda_float_rows` decides.
     """
 
@@ -347,7 +348,7 @@ class CudaFloatMatrix(_CudaMatrix):
         self.bits_per_weight = 8.0 * weight.element_size()
         self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
 
         Raises:
@@ -357,7 +358,8 @@ class CudaFloatMatrix(_CudaMatrix):
         columns, features = self._weight.shape
         flat, to = x.reshape(-1, features), out.view(-1, columns)
         weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
-        self._multiply_blocks(flat, weight, to, _native.cuda_float_rows(len(flat), invariant=row_invariant()))
+        invariant = row_invariant() if invariant is None else invariant
+        self._multiply_blocks(flat, weight, to, _native.cuda_float_rows(len(flat), invariant=invariant))
         return out
 
     def matmul_padded(self, x: Tensor) -> Tensor:

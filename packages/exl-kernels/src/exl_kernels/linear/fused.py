@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import _native
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, layer_norm, rms_norm
-from ..device import row_invariant_matmuls
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
 from .cuda import CudaQuantMatrix, launch_matmul
@@ -411,16 +410,12 @@ class FusedLinear(PlannedMatmul):
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Run the matmul as separate batch-invariant operators; x is already normed."""
-        with row_invariant_matmuls():
-            self._multiply_each(x, out, residual)
-
-    def _multiply_each(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         if len(self.matrices) == 1 and residual is None:
-            self.matrices[0].matmul(x, out=out)
+            self.matrices[0].matmul(x, out=out, invariant=True)
             if self.activation:
                 activate(out, self.activation, out=out)
             return
-        parts = [matrix.matmul(x) for matrix in self.matrices]
+        parts = [matrix.matmul(x, invariant=True) for matrix in self.matrices]
         if self.activation:
             gated_activation(parts[0], parts[1], self.activation, out=out)
             return

@@ -100,14 +100,19 @@ class LoraTable:
         self._table = torch.tensor(list(map(_fields, entries)), dtype=torch.int64, device=first.a.device)
 
     @staticmethod
-    def takes(x: Tensor, y: Tensor) -> bool:
+    def takes(x: Tensor, y: Tensor, *, invariant: bool | None = None) -> bool:
         """Return whether a pass over x that ends in y adds adapters by `add`; otherwise torch's matmuls do.
 
-        With `exl_kernels.device.set_row_invariant` passes of any length do: the arithmetic of a row must not depend on
-        the number of rows.
+        Batch-invariant passes of any length do: the arithmetic of a row must not depend on the number of rows.
+
+        Args:
+            x: the input of the matrix.
+            y: its results.
+            invariant: as for `QuantMatrix.matmul`.
         """
+        invariant = row_invariant() if invariant is None else invariant
         halves = x.dtype == y.dtype == torch.float16 and x.is_contiguous() and y.is_contiguous()
-        return halves and refusal_of_adapted_rows(x.shape[0], invariant=row_invariant()) is None
+        return halves and refusal_of_adapted_rows(x.shape[0], invariant=invariant) is None
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
         """Add the adapters' results to y.

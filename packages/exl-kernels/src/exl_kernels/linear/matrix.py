@@ -223,12 +223,14 @@ class QuantMatrix:
         native = _native.Matrix.from_float(_on_cpu(weight, label).contiguous(), bias, prescale)
         return cls(native, "float", compute, name)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Compute (x @ W + bias) * prescale.
 
         Args:
             x: float32 [..., K] on the CPU; float16 or bfloat16 on a GPU.
             out: [..., N], contiguous, not overlapping x; None for a new tensor.
+            invariant: on a GPU many rows are batch-invariant, too; None: as `device.row_invariant` says. On the CPU
+                all rows always are.
 
         Returns:
             `out`, or a new tensor of x's dtype.

@@ -62,12 +62,16 @@ class PlannedMatmul(ABC):
         """Return whether all launches of a call of `rows` aligned rows take all matrices, with norm and residual."""
         return self.kernel(rows) is not None
 
-    def pays_apart(self, rows: int) -> bool:
+    def pays_apart(self, rows: int, *, invariant: bool) -> bool:
         """Return whether a call beats a matmul of each matrix, where norm and residual are launches of their own.
 
         Never for rows that need not be batch-invariant (`device.rows_are_invariant`).
+
+        Args:
+            rows: number of rows.
+            invariant: the pass asks for batch-invariant rows.
         """
-        plan = self._planned(rows) if rows_are_invariant(rows) else None
+        plan = self._planned(rows) if rows_are_invariant(rows, invariant=invariant) else None
         return plan is not None and plan.pays_apart
 
     def blocks(self, rows: int) -> list[slice]:

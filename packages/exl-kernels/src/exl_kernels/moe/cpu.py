@@ -54,7 +54,7 @@ class CpuExperts:
         self.hidden: int = self._native.hidden
         self.joins_shared = shared is not None
 
-    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+    def shares(self, rows: int, chosen: int, invariant: bool | None) -> bool:
         """Return True: one call is faster for any number of rows."""
         return True
 
@@ -68,6 +68,7 @@ class CpuExperts:
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        invariant: bool | None = None,
     ) -> Tensor:
         """Compute residual + (sum over c of weights[:, c] * expert ids[:, c] of h, in that order, + the shared expert).
 
@@ -79,6 +80,7 @@ class CpuExperts:
             shared_weights: float32 [T] or [T, 1], factors of the shared expert; None for ones.
             residual: like h, or None.
             out: like h; may share memory with the other arguments.
+            invariant: not used: all rows are batch-invariant.
 
         Raises:
             ShapeError: shapes do not fit, or an expert does not exist.

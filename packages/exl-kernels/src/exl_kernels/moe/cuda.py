@@ -3,7 +3,7 @@
 In shared launches nothing is read back: the chosen experts stay on the device, where every launch reads its work, so
 calls can be captured in a CUDA graph. A row's result is bitwise identical to that of one expert after the other
 (`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts with many rows for each
-expert run on dequantized experts, unless `device.set_row_invariant` asks for rows that do not depend on one another.
+expert run on dequantized experts, unless the call asks for batch-invariant rows.
 """
 
 from __future__ import annotations
@@ -197,16 +197,16 @@ class GroupedExperts:
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
 
-    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+    def shares(self, rows: int, chosen: int, invariant: bool | None) -> bool:
         """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
 
         invariant: rows do not depend on one another, and the call can be captured.
         """
         return self.kernel(rows, chosen, invariant) != "experts_apart"
 
-    def kernel(self, rows: int, chosen: int, invariant: bool) -> str:
-        """Return the way to run a call, as `selection.Card.experts` names it."""
-        return self._native.kernel(rows, chosen, invariant)
+    def kernel(self, rows: int, chosen: int, invariant: bool | None) -> str:
+        """Return the way to run a call, as `selection.Card.experts` names it; `invariant` as for the call."""
+        return self._native.kernel(rows, chosen, row_invariant() if invariant is None else invariant)
 
     def __call__(
         self,
@@ -218,11 +218,12 @@ class GroupedExperts:
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        invariant: bool | None = None,
     ) -> Tensor:
         """Compute sum over c of weights[:, c] * expert ids[:, c] of h, + shared * shared_weights, + residual.
 
         The sum is in float32 and in that order, and is rounded to a half before the residual is added. A call of many
-        rows waits for the GPU, and rows may depend on one another, unless `device.row_invariant()` is true.
+        rows waits for the GPU, and rows may depend on one another, unless `invariant`.
 
         Args:
             h: [T, hidden] float16, contiguous.
@@ -232,6 +233,7 @@ class GroupedExperts:
             shared_weights: float32 [T] or [T, 1]; None for ones.
             residual: like h, or None.
             out: like h, may be residual.
+            invariant: rows are batch-invariant; None: as `device.row_invariant` says.
 
         Raises:
             ShapeError, DTypeError: an operand does not fit.
@@ -245,16 +247,15 @@ class GroupedExperts:
         if not 1 <= chosen <= self._most_pairs:
             raise ShapeError(f"{chosen} experts a row: expected 1 to {self._most_pairs}")
         out = torch.empty_like(h) if out is None else out
-        for name, operand in (("h", h), ("shared", shared), ("residual", residual), ("out", out)):
-            if operand is None:
-                continue
+        given = (("h", h), ("shared", shared), ("residual", residual), ("out", out))
+        for name, operand in ((name, operand) for name, operand in given if operand is not None):
             if operand.dtype != torch.float16 or operand.device != self.device or not operand.is_contiguous():
                 raise DTypeError(
                     f"{name} is {operand.dtype} on {operand.device}: expected contiguous float16 on {self.device}"
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
-        if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
+        if self.kernel(rows, chosen, invariant) == "experts_dequantized":
             most = LIMITS.grid_rows  # the weighted sum has a block a row
             for begin in range(0, rows, most):
                 some = slice(begin, begin + most)

@@ -24,7 +24,7 @@ class ExpertGroup(Protocol):
     joins_shared: bool
     """Whether calls compute the layer's shared expert, unless they are given its result."""
 
-    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+    def shares(self, rows: int, chosen: int, invariant: bool | None) -> bool:
         """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
 
         invariant: rows do not depend on one another, and on a GPU the call can be captured.
@@ -41,6 +41,7 @@ class ExpertGroup(Protocol):
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        invariant: bool | None = None,
     ) -> Tensor:
         """Compute residual + (sum over c of weights[:, c] * expert ids[:, c] of h + shared * shared_weights).
 

@@ -6,14 +6,12 @@ The graphs hold the launches of `prompts.py`. Instead of events, marks in the re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
 from exl_kernels.selection import runs_packed
@@ -106,6 +104,7 @@ def record_prompt(
     parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = [([], graph)]
     kept, hidden = [embedded, held], embedded
     pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
+    invariant = runs_packed(bucket.tokens, decodes=False, packed=model.packed_rows)  # as of a pass without a graph
     for shard in reversed(range(len(shards))):
         device = context.device(shard)
         own: StepTensors = inputs
@@ -113,11 +112,11 @@ def record_prompt(
         if shard:
             own, x = StepTensors(bucket, device), torch.zeros_like(embedded, device=device)
             copies_in = [DeviceCopy(inputs.buffer, own.buffer), DeviceCopy(embedded, x)]
-        step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
+        step = replace(static_step(model, cache, bucket, own, device, invariant=invariant), pages=pages[shard])
         _see_one_another(own)
         # The home device's graph is queued last, as in steps: a copy behind it begins only after the others.
         graph, hidden, held = recorder.capture(
-            layers_body(model, shards[shard], x, step, bucket, results, shard), None, own.ids
+            layers_body(shards[shard], x, step, bucket, results, shard), None, own.ids
         )
         parts.append((copies_in, graph))
         kept += [step.rows, step.cos, step.sin, *(step.alt or ()), x, hidden, held]
@@ -136,9 +135,7 @@ def embedding_body(model: LanguageModel, inputs: StagedTensors) -> Body:
     return run
 
 
-def layers_body(
-    model: LanguageModel, share: ShardLaunches, x: Tensor, step: Step, bucket: Bucket, results: PeerResults, shard: int
-) -> Body:
+def layers_body(share: ShardLaunches, x: Tensor, step: Step, bucket: Bucket, results: PeerResults, shard: int) -> Body:
     """Return the layers' launches of one device over the embedded ids x, as a body of a capture.
 
     It returns the hidden state of the last tokens; x where the step only stores.
@@ -147,18 +144,11 @@ def layers_body(
 
     def run(_: Tensor | None) -> Tensor:
         stores = MarkedStores(results, shard, live=is_captured(x.device))
-        with _matmuls(model, bucket):
-            ops = operators_for([share], [x])
-            found = run_shares([share], [x], [step], stores.gather, ops, output_tokens)
+        ops = operators_for([share], [x], invariant=step.invariant)
+        found = run_shares([share], [x], [step], stores.gather, ops, output_tokens)
         return x if found is None else found[0].clone()  # the next pass overwrites the results
 
     return run
-
-
-def _matmuls(model: LanguageModel, bucket: Bucket) -> AbstractContextManager[None]:
-    """Return the context of matmuls, as `matmuls_of` of a pass that is not captured."""
-    packs = runs_packed(bucket.tokens, decodes=False, packed=model.packed_rows)
-    return row_invariant_matmuls() if packs else nullcontext()
 
 
 def _see_one_another(inputs: StepTensors) -> None:

@@ -22,20 +22,20 @@ __all__ = ["ShardedExperts", "ShardedFeatures"]
 class ShardedFeatures:
     """The features between the matrices of an MLP, which stay on the devices that have them (`MlpSharding`)."""
 
-    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
-        """Compute `mlp.inner(h, loras)`. Adapters are added on the home device."""
+    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter], *, invariant: bool | None) -> Tensor:
+        """Compute `mlp.inner` of these arguments. Adapters are added on the home device."""
         parts = [m for a in mlp.first if isinstance(m := a.matrix, SplitMatrix) and not a.adapted(loras)]
         if len(parts) < len(mlp.first):
-            whole = activated([linear.forward(h, loras) for linear in mlp.first], mlp.activation)
-            return mlp.down_proj.forward(whole, loras)
+            first = [linear.forward(h, loras, invariant=invariant) for linear in mlp.first]
+            return mlp.down_proj.forward(activated(first, mlp.activation), loras, invariant=invariant)
 
         def features(x: Tensor, own: Sequence[Part]) -> Tensor:
-            return activated([part.matmul(x) for part in own], mlp.activation)
+            return activated([part.matmul(x, invariant=invariant) for part in own], mlp.activation)
 
         last = mlp.down_proj
         if isinstance(last.matrix, SumMatrix) and not last.adapted(loras):
             return last.matrix.after(h, parts, features)
-        return last.forward(over_parts(h, parts, features), loras)
+        return last.forward(over_parts(h, parts, features), loras, invariant=invariant)
 
 
 class ShardedExperts:
@@ -45,12 +45,21 @@ class ShardedExperts:
         """shards: the device number of each expert."""
         self.context, self.shards = context, shards
 
-    def outputs(self, mixture: MoE, h: Tensor, places: Sequence[Tensor], out: Tensor, loras: Sequence[Adapter]) -> None:
+    def outputs(
+        self,
+        mixture: MoE,
+        h: Tensor,
+        places: Sequence[Tensor],
+        out: Tensor,
+        loras: Sequence[Adapter],
+        *,
+        invariant: bool | None,
+    ) -> None:
         """Fill `out`; each process runs its own experts."""
         chosen = [found for found in zip(mixture.experts, self.shards, places, strict=True) if len(found[2])]
         parts = [(shard, (len(rows), out.shape[-1])) for _, shard, rows in chosen]
         made = [
-            mixture.run_expert(expert, h[rows // mixture.chosen], loras).float()
+            mixture.run_expert(expert, h[rows // mixture.chosen], loras, invariant=invariant).float()
             for expert, shard, rows in chosen
             if self.context.is_local(shard)
         ]

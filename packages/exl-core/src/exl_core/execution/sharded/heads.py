@@ -53,7 +53,8 @@ class ShardedHeads:
         ]
         whole = torch.empty((h.shape[0], a.num_key_value_heads * width), dtype=h.dtype, device=h.device)
         columns = [(shard, slice(begin * width, end * width)) for shard, begin, end in context.heads]
-        return a.o_proj.forward(gathered(context.exchange, columns, made, whole), step.loras)
+        mixed = gathered(context.exchange, columns, made, whole)
+        return a.o_proj.forward(mixed, step.loras, invariant=step.invariant)
 
     def _projected(self, a: Attention, heads: Heads, h: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return q, k and v [T, heads, head_dim] of every device, on it."""
@@ -65,7 +66,7 @@ class ShardedHeads:
         found = []
         for parts, there, (q_norm, k_norm) in zip(zip(*cut, strict=True), step.shards, self._norms_of(a), strict=True):
             own = Heads(replace(about, q_norm=q_norm, k_norm=k_norm), there)
-            found.append(own.shaped([part.matmul(inputs(part.shard)) for part in parts]))
+            found.append(own.shaped([part.matmul(inputs(part.shard), invariant=step.invariant) for part in parts]))
         return found
 
     def _norms_of(self, a: Attention) -> Norms:
@@ -82,7 +83,9 @@ class ShardedHeads:
 
     def _from_home(self, a: Attention, heads: Heads, h: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return `_projected` by way of the first device, where adapters and norms over all heads are applied."""
-        q, k, v = heads.shaped([linear.forward(h, heads.step.loras) for linear in heads.about.first])
+        step = heads.step
+        projected = [linear.forward(h, step.loras, invariant=step.invariant) for linear in heads.about.first]
+        q, k, v = heads.shaped(projected)
         groups = a.num_attention_heads // a.num_key_value_heads
         return [
             (

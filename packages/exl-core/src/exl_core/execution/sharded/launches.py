@@ -98,7 +98,7 @@ class _Rounded(Operators):
     ) -> HalfInput:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
-        x.add_(self.multiplied(half.matrices[-1], y))
+        x.add_(self.multiplied(half.matrices[-1], y, step))
         return None
 
 
@@ -109,12 +109,15 @@ class _RoundedMany(_Rounded, ManyRows):
 WHOLE, ROUNDED = _Whole(), _Rounded()
 
 
-def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor]) -> list[Operators]:
-    """Return the operators of each device for a pass over the hidden states x [T, hidden] of a prompt."""
+def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor], *, invariant: bool) -> list[Operators]:
+    """Return the operators of each device for a pass over the hidden states x [T, hidden] of a prompt.
+
+    invariant: the pass asks for batch-invariant rows.
+    """
     rows = x[0].shape[0]
-    if takes_many_rows(rows):
+    if takes_many_rows(rows, invariant=invariant):
         return [_RoundedMany(share.halves, rows, t.device) for share, t in zip(shares, x, strict=True)]
-    return [WHOLE if joins_rows(rows) else ROUNDED] * len(shares)
+    return [WHOLE if joins_rows(rows, invariant=invariant) else ROUNDED] * len(shares)
 
 
 def is_captured(device: torch.device) -> bool:
@@ -243,7 +246,8 @@ class ShardLaunches:
         assert found is not None, "all tokens are output"
         (x,) = found
         h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)
-        part = self._matrix.matmul(h, out=torch.empty((rows, self._matrix.out_features), device=device))
+        part = torch.empty((rows, self._matrix.out_features), device=device)
+        self._matrix.matmul(h, out=part, invariant=step.invariant)
         if logits is None:
             # Others only send: their result is never read.
             gather(part, shape.vocabulary, torch.empty((rows, shape.vocabulary[-1]), device=device), (0,))

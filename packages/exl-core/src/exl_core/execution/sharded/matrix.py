@@ -52,12 +52,15 @@ class Part:
     matrix: QuantMatrix | None
     kept: Ranges
 
-    def matmul(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Multiply x [T, in] on the part's device -> [T, width], contiguous, of x's type or `dtype`."""
+    def matmul(self, x: Tensor, dtype: torch.dtype | None = None, *, invariant: bool | None = None) -> Tensor:
+        """Multiply x [T, in] on the part's device -> [T, width], contiguous, of x's type or `dtype`.
+
+        `invariant` is as for `QuantMatrix.matmul`.
+        """
         assert self.matrix is not None, "a part of another process"
         columns = self.matrix.out_features
         out = None if dtype is None else torch.empty((x.shape[0], columns), dtype=dtype, device=x.device)
-        y = self.matrix.matmul(x, out=out)
+        y = self.matrix.matmul(x, out=out, invariant=invariant)
         if self.kept == ((0, columns),):
             return y
         return torch.cat([y[:, begin:end] for begin, end in self.kept], dim=1)
@@ -112,13 +115,13 @@ class SplitMatrix(ShardedMatrix):
         """Whether one launch takes BLOCK_ROWS rows of each part of this process."""
         return all(part.matrix is not None and part.matrix.takes_blocks for part in self.local)
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
         if out is None:
             out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
         inputs = self.context.spread(x)
         dtype = None if out.dtype == x.dtype else out.dtype
-        made = [part.matmul(inputs(part.shard), dtype) for part in self.local]
+        made = [part.matmul(inputs(part.shard), dtype, invariant=invariant) for part in self.local]
         return gathered(self.context.exchange, self.places, made, out)
 
     def dequantize(self) -> Tensor:
@@ -157,7 +160,7 @@ class OutputCut(Cut):
 class RemoteMatrix(ShardedMatrix):
     """A matrix that is whole on another process' device. It can not be multiplied or read here."""
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Raise ModelStateError."""
         raise ModelStateError(f"{self.name} is on the device of another process")
 

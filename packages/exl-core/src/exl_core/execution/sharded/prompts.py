@@ -21,7 +21,7 @@ from ...device import out_of_memory_as_error
 from ...layers import Embedding
 from ...transfer import queueing, send
 from ..batch import DECODE_TOKENS
-from ..eager import first_step, logits_of, matmuls_of
+from ..eager import first_step, logits_of
 from ..half import OutputTokens
 from .launches import ResultRow, ShardLaunches, operators_for, run_shares
 
@@ -56,7 +56,7 @@ class ShardedPrompts:
         """
         context, batch = model.tp_context, asked.ids.shape[0]
         assert context is not None
-        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
+        with out_of_memory_as_error("run the model"):
             first = first_step(model, asked, context)
             steps = first.shards
             embedding = model.modules[0]
@@ -67,11 +67,11 @@ class ShardedPrompts:
             output_tokens: OutputTokens = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
             spread = [send(x, step.rows.device) for step in steps]
             stores = Stores(self._barrier, x.shape[0], ResultRow.of(self._shards[0].shape, x.device))
-            ops = operators_for(self._shards, spread)
+            ops = operators_for(self._shards, spread, invariant=first.invariant)
             hidden = run_shares(self._shards, spread, steps, stores.gather, ops, output_tokens)
             result: ForwardResult = {}
             if hidden is not None:
-                logits = logits_of(model, hidden[0])
+                logits = logits_of(model, hidden[0], invariant=first.invariant)
                 result["logits"] = logits.view(batch, -1, logits.shape[1])
         if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
             asked.cache.current_seq_len = asked.end()

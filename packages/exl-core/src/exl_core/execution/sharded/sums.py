@@ -67,7 +67,7 @@ class SumMatrix(ShardedMatrix):
         self.nbytes = sum(matrix.nbytes for matrix in held)
         self.prescale, self.bias = spec.prescale, bias
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x float32 [T, in] with features in the model's order -> [T, out], in `out` if given."""
         inputs = self.context.spread(x)
         made = [p.matrix.matmul(inputs(p.shard)[:, p.features]) for p in self.pieces if p.matrix is not None]
