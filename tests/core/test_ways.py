@@ -140,6 +140,9 @@ class Facts:
     def unjoined(self, *, adapted: bool) -> str | None:
         return self._reasons.get("adapted" if adapted else "joined")
 
+    def rows_of(self, batch: int, q_len: int) -> int:
+        return batch * q_len
+
     def refusal_of_rows(self, rows: int) -> str | None:
         return self._reasons.get("rows")
 
@@ -170,5 +173,6 @@ def test_facts_decide_whether_a_step_is_captured() -> None:
     assert refusal_of_step(Facts(joined="j", rows="r"), 64, 1, adapted=False) is None
     assert refusal_of_step(Facts(model="m"), 1, 1, adapted=False) == "m"
     assert "at most 256" in (refusal_of_step(Facts(), 17, 16, adapted=False) or "")
+    assert refusal_of_step(Facts(sharded=True, joined="j"), 65, 1, adapted=False) is None, "its launches decide"
     for adapted, reason in ((False, "j"), (True, "r")):
         assert (refusal_of_step(Facts(joined="j", rows="r"), 65, 1, adapted=adapted) or "").endswith(f": {reason}")

@@ -30,7 +30,6 @@ from .capturable import (
     refusal_of_adapters,
     refusal_of_model,
     refusal_of_settings,
-    refusal_of_tokens,
     without_hooks,
 )
 from .capture_failure import CaptureFailure
@@ -45,7 +44,7 @@ from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
 from .step_inputs import Bucket
 from .step_recorder import StepRecorder
-from .ways import refusal_of_bucket
+from .ways import refusal_of_step
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -216,12 +215,12 @@ class DecodeGraphs:
         """Return `decode_replay`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
         decodes = output_tokens == "all"
-        if q_len <= DECODE_TOKENS and (why := refusal_of_tokens(batch, q_len)) is not None:
-            return why
         model = self._model()
         if model is None:
             return "the model is gone"
-        why = self._refusal_of(model)
+        adapted, facts = bool(adapters), LoadedFacts(self, model)
+        short = q_len <= DECODE_TOKENS
+        why = refusal_of_step(facts, batch, q_len, adapted=adapted) if short else facts.refusal()
         if why is not None:
             return why
         size, places = params.page_size, cache.max_seq_len // params.page_size
@@ -237,7 +236,7 @@ class DecodeGraphs:
         most = min(table.shape[1] * size, model.config.max_seq_len)
         if longest > most:
             return f"the step ends at {longest} tokens; its pages and the model hold {most}"
-        adapter_slots = self._adapter_slots_of(model, adapters) if adapters else []
+        adapter_slots = self._adapter_slots_of(model, adapters) if adapted else []
         if isinstance(adapter_slots, str):
             return adapter_slots
         if self._exact_batch and not decodes:
@@ -246,8 +245,7 @@ class DecodeGraphs:
         bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "too few prompts of this size have come for a captured step"
-        adapted = bool(adapters)
-        captured = self._refusal_of_bucket(model, bucket, adapted) or self._held(cache, bucket, adapted)
+        captured = self._refusal_of_shards(model, bucket) or self._held(cache, bucket, adapted)
         if isinstance(captured, str):
             return captured
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
@@ -379,20 +377,21 @@ class DecodeGraphs:
             self._arrangement, self._refused = found, refused
         return refusal_of_settings(model.config) or self._refused
 
-    def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
+    def padded(self, batch: int, q_len: int) -> int:
+        """Return the rows of the bucket of a step of `batch` rows of `q_len` tokens. Ask `refusal` before."""
         exact = q_len > DECODE_TOKENS or (self._exact_batch and batch * q_len <= PACKED_ROWS)
-        rows = batch if exact else padded_rows(batch, q_len)
+        return batch if exact else padded_rows(batch, q_len)
+
+    def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
-        return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
+        return Bucket(self.padded(batch, q_len), q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket, adapted: bool) -> str | None:
-        """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
+    def _refusal_of_shards(self, model: LanguageModel, bucket: Bucket) -> str | None:
+        """Return why steps of a bucket have no launches on the devices of a sharded model; None for other models."""
         if model.tp_context is None:
-            if bucket.tokens <= PACKED_ROWS:  # as in most steps, whose host time counts
-                return None
-            return refusal_of_bucket(LoadedFacts(self, model), bucket.tokens, adapted=adapted)
+            return None
         if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
             return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
         shards = self.shard_launches(model, bucket)
@@ -495,7 +494,7 @@ class DecodeGraphs:
 
     def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:
         if model.tp_context is not None:
-            assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
+            assert isinstance(self._shards, list), "_refusal_of_shards has made them"
             return self._recorder.record_sharded(model, self._shards, cache, bucket)
         joined = self.joined_for_step(model, adapted)
         if bucket.stores:
@@ -530,6 +529,10 @@ class LoadedFacts:
         """See `ModelFacts`."""
         joined = self._graphs.joined_for_step(self._model, adapted)
         return joined if isinstance(joined, str) else None
+
+    def rows_of(self, batch: int, q_len: int) -> int:
+        """See `ModelFacts`."""
+        return self._graphs.padded(batch, q_len) * q_len
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """See `ModelFacts`."""

@@ -210,6 +210,10 @@ class _Model:
         """See `ModelFacts`."""
         return (refusal_of_joined_adapters() if adapted else None) or self._apart
 
+    def rows_of(self, batch: int, q_len: int) -> int:
+        """See `ModelFacts`; the report is of the rows as given."""
+        return batch * q_len
+
     def refusal_of_rows(self, rows: int) -> str | None:
         """See `ModelFacts`."""
         whys = (self._refusal_of_half(half, rows) for half in self.halves)

@@ -12,7 +12,7 @@ from exl_kernels.selection import PACKED_ROWS
 from .capturable import refusal_of_tokens
 from .half_matmuls import refusal_of_blocks
 
-__all__ = ["REFUSAL_OF_ADAPTERS", "ModelFacts", "PassFacts", "Way", "refusal_of_bucket", "refusal_of_step", "way_of"]
+__all__ = ["REFUSAL_OF_ADAPTERS", "ModelFacts", "PassFacts", "Way", "refusal_of_step", "way_of"]
 
 Way = Literal["captured", "joined", "sharded prompt", "sharded", "eager"]
 
@@ -35,6 +35,9 @@ class ModelFacts(Protocol):
 
     def unjoined(self, *, adapted: bool) -> str | None:
         """Return why captured steps, with adapters or without, have no joined launches, or None."""
+
+    def rows_of(self, batch: int, q_len: int) -> int:
+        """Return the rows that run for a step of `batch` rows of `q_len` tokens: captured steps are padded."""
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why joined launches of so many rows, more than PACKED_ROWS, are not batch-invariant, or None."""
@@ -71,19 +74,14 @@ def way_of(model: ModelFacts, asked: PassFacts, captured: str | None) -> tuple[W
 
 
 def refusal_of_step(model: ModelFacts, batch: int, q_len: int, *, adapted: bool) -> str | None:
-    """Return why a step of `batch` rows of `q_len` tokens of a model on one GPU is not captured whatever its pages are.
+    """Return why a step of `batch` rows of `q_len` tokens is not captured whatever its pages are.
 
-    None where it may be captured. `captured.py` asks the same reasons one by one, among those of the pages and adapters
-    of a step.
+    None where it may be captured. The launches of a sharded model have more conditions, which `captured.py` asks.
     """
     why = model.refusal() or refusal_of_tokens(batch, q_len)
-    return why or refusal_of_bucket(model, batch * q_len, adapted=adapted)
-
-
-def refusal_of_bucket(model: ModelFacts, rows: int, *, adapted: bool) -> str | None:
-    """Return why a captured step of so many rows of a model that is not sharded is not batch-invariant, or None.
-
-    Up to PACKED_ROWS rows the modules' own passes are.
-    """
+    # Up to PACKED_ROWS rows, as in most steps, whose host time counts, the modules' own passes are batch-invariant.
+    if why is not None or model.sharded or batch * q_len <= PACKED_ROWS:
+        return why
+    rows = model.rows_of(batch, q_len)
     why = refusal_of_blocks(rows, lambda: model.unjoined(adapted=adapted) or model.refusal_of_rows(rows))
     return None if why is None else f"a step of more than {PACKED_ROWS} rows is not captured: {why}"
