@@ -13,6 +13,7 @@ import torch
 from effort import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from joined_on_cpu import joined_on_cpu
 from mixtures import FAMILIES, SIZES
 from random_models import write_random_model
 from torch import Tensor
@@ -21,10 +22,11 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Conf
 from exl_core.convert import quantize_model
 from exl_core.execution.batch import Step
 from exl_core.execution.experts_half import ExpertsHalf
+from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import ModuleHalf
 from exl_core.execution.halves import half_of
 from exl_core.execution.operators import APART
-from exl_core.layers import MoE, RMSNorm
+from exl_core.layers import Attention, MoE, RMSNorm
 from exl_core.lora.pairs import LoraPair
 from exl_kernels.selection import PACKED_ROWS
 
@@ -269,3 +271,20 @@ def test_a_shared_expert_with_code_of_its_own_keeps_it(model: ExLlamaV2, monkeyp
     assert isinstance(half_of(mixture), ExpertsHalf)
     monkeypatch.setattr(mixture.shared, "inner", lambda h, loras=(), **_: h)
     assert isinstance(half_of(mixture), ModuleHalf)
+
+
+@ONE_MIXTURE
+def test_mixtures_keep_their_launches_beside_attention_without_any(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router's launch norms the hidden state in a model whose other halves run as their modules, too."""
+    for module in model.modules:
+        if isinstance(module, Attention):
+            monkeypatch.setattr(module, "forward", module.forward)
+    joined_on_cpu(monkeypatch)
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    assert [type(half) for half in plan.halves] == [ModuleHalf, ExpertsHalf] * (len(plan.halves) // 2)
+    for mixture in mixtures(model):
+        monkeypatch.setattr(mixture, "forward", mixture.forward)
+    assert "has code that its description does not know" in str(joined_launches_of(model))

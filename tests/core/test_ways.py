@@ -17,12 +17,13 @@ from test_kernel_uses import CONFIG, with_float
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.convert import quantize_model
-from exl_core.execution import captured
+from exl_core.execution import captured, halves
 from exl_core.execution import select as selecting
 from exl_core.execution.capturable import refusal_of_model
 from exl_core.execution.environment import GRAPHS_VARIABLE, JOINED_ADAPTERS_VARIABLE, JOINED_ROWS_VARIABLE
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.kernels import WAY, kernel_uses
+from exl_core.execution.matrix_shapes import MatrixShapes
 from exl_core.execution.select import select
 from exl_core.execution.ways import REFUSAL_OF_ADAPTERS, PassFacts, Way, refusal_of_step, way_of
 from exl_core.layers import MoE
@@ -122,6 +123,27 @@ def test_the_report_gives_the_way_and_the_reason_that_select_gives(
 def same(reason: str | None, why: tuple[str, ...]) -> bool:
     """Whether a report gives the reason of `select`, or both say that the host chooses the experts."""
     return reason in why or ("decides on the host" in str(reason) and any("chosen by the host" in one for one in why))
+
+
+def test_the_report_gives_the_way_of_a_mixture_beside_attention_without_joined_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices of attention with padding columns run as their modules; the router still norms in its launch."""
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
+    config = experts(tmp_path)
+    model = ExLlamaV2(config)
+    model.load()
+    as_on_a_gpu(model, monkeypatch)
+    monkeypatch.setattr(halves, "is_padded", lambda linear: "self_attn" in linear.key)
+    monkeypatch.setattr(MatrixShapes, "is_padded", lambda shapes, linear: "self_attn" in linear.key)
+    uses = kernel_uses(config, Card.named("H100"), rows=(8,), prompts=(17,))
+    ways = {use.tokens: use for use in uses if use.operation == WAY}
+    assert ways[1].kernel == select(model, step(model, 8)).way == "captured"
+    assert not ways[1].why, "the launches are joined"
+    asked = ForwardPass(torch.full((1, 17), 7), None)
+    assert ways[17].kernel == select(model, asked).way == "joined"
+    norms = sum(sum(use.calls) for use in uses if use.operation == "norm" and use.tokens == 1)
+    assert norms == 1 + model.config.num_hidden_layers, "of attention, and the last one"
 
 
 class Facts:

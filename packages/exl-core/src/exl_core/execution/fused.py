@@ -245,7 +245,7 @@ def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
     assert isinstance(norm, Norm)
     assert isinstance(head, Head)
     halves = [half_of(module) for module in middle]
-    if all(half.plan is None for half in halves):
+    if all(isinstance(half, ModuleHalf) for half in halves):
         return next(why for why in (why_own_pass(module, is_padded) for module in middle) if why is not None)
     return JoinedLaunches(first, halves, norm, head)
 
@@ -258,7 +258,7 @@ def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[
 def uncovered(modules: Sequence[Module]) -> str | None:
     """Return why a model of these modules, loaded or not, has no joined launches; None if it may have them.
 
-    At least one half of a layer must still be joinable.
+    At least one half of a layer must still have joined launches, or be a mixture of experts, whose launches are joined.
     """
     first, norm, head, middle = _parts(modules)
     if not isinstance(first, Embedding) or not isinstance(norm, Norm) or not isinstance(head, Head):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ __all__ = [
     "PendingMatmul",
     "description_of",
     "input_norm",
+    "is_mixture",
     "is_padded",
     "joined",
     "last_rows",
@@ -137,6 +138,11 @@ def why_own_pass(module: Module, padded: Callable[[Linear], bool]) -> str | None
         return why
     key = next((linear.key for linear in module.submodules() if padded(linear)), None)
     return None if key is None else f"{key} has padding columns"
+
+
+def is_mixture(about: HalfDescription | None) -> TypeGuard[ExpertsDescription]:
+    """Return whether a half has the steps of a mixture of experts (`experts_half.py`)."""
+    return isinstance(about, ExpertsDescription) and about.holds
 
 
 def is_padded(linear: Linear) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..layers import Module
-from ..layers.description import AttentionDescription, ExpertsDescription, MlpDescription
+from ..layers.description import AttentionDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
 from .experts_half import ExpertsHalf
@@ -20,6 +20,7 @@ from .half import (
     NextPrologue,
     OutputTokens,
     description_of,
+    is_mixture,
     is_padded,
     why_own_pass,
 )
@@ -67,7 +68,7 @@ class ParallelHalf(AttentionHalf):
 def half_of(module: Module) -> Half:
     """Return the half of a loaded module."""
     about = description_of(module)
-    if isinstance(about, ExpertsDescription) and about.holds:
+    if is_mixture(about):
         return ExpertsHalf(about)
     if why_own_pass(module, is_padded) is None:
         if isinstance(about, MlpDescription):

@@ -37,7 +37,7 @@ from ..layers.norm import LayerNorm, rms_of
 from .capturable import refusal_of_settings
 from .environment import refusal_of_joined_adapters, refusal_of_joined_rows
 from .fused import uncovered
-from .half import description_of, refusal_of_code, why_own_pass
+from .half import description_of, is_mixture, refusal_of_code, why_own_pass
 from .half_matmuls import (
     HalfPlan,
     head_takes_blocks,
@@ -166,8 +166,8 @@ class _Model:
         self._eager = refusal_of_settings(config) or self._decided_by_host()
         why_not = self._eager or uncovered(self.modules)
         self.halves = [self._half(module, why_not) for module in self.modules[1:-2]]
-        whys = [half.why for half in self.halves]
-        self._apart = why_not or (None if None in whys else next(iter(whys), None))
+        covered = any(half.why is None or is_mixture(half.about) for half in self.halves)
+        self._apart = why_not or (None if covered else next((half.why for half in self.halves), None))
         linears = (linear for module in self.modules for linear in module.submodules())
         refusals = (self._refusal_of_experts(description_of(module), STEP_ROWS) for module in self.modules)
         self._packed_rows = packed_rows_of(map(self._takes_blocks, linears), refusals)
