@@ -390,7 +390,7 @@ def test_a_step_does_not_keep_an_adapter_that_nothing_else_refers_to(
 ) -> None:
     """Its tensors are freed with it; steps with other adapters are captured again, with the right ones."""
     monkeypatch.setattr(
-        graphs, "refusal_of_adapters", lambda model, sets: None
+        graphs, "refusal_of_capture", lambda model, sets: None
     )  # on a CPU there are no kernels of adapters
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)

@@ -75,7 +75,7 @@ def as_on_a_gpu(model: ExLlamaV2, patch: pytest.MonkeyPatch) -> None:
         return refusal_of_model(there)
 
     patch.setattr(captured, "refusal_of_model", refusal)
-    patch.setattr(captured, "refusal_of_adapters", lambda model, sets: None)  # a CPU has no kernels of adapters
+    patch.setattr(captured, "refusal_of_capture", lambda model, sets: None)  # a CPU has no kernels of adapters
     for module in model.modules:
         if isinstance(module, MoE):
             module.capturable = all(linear.quant.format != "float" for linear in module.experts[0])

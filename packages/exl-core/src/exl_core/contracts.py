@@ -33,6 +33,11 @@ class ForwardResult(TypedDict, total=False):
 class AdapterPair(Protocol):
     """The factors and scale that an adapter adds to one matrix."""
 
+    @property
+    def for_kernels(self) -> bool:
+        """Whether the kernels of a GPU that add adapters row by row support it."""
+        ...
+
     def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
         """Add the adapter's results for x [T, in] to the matrix's results y [T, out].
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..layers import Head, Intervention, Module
-from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import Step
 from .build_step import build_step
@@ -22,13 +20,11 @@ from .step_inputs import Bucket, StepTensors
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..config import ExLlamaV2Config
-    from ..contracts import Adapter
     from ..language_model import LanguageModel
 
 __all__ = [
     "NotCapturableError",
     "padded_rows",
-    "refusal_of_adapters",
     "refusal_of_model",
     "refusal_of_settings",
     "refusal_of_tokens",
@@ -144,21 +140,6 @@ def static_step(
         windows=bucket.stores,
         _tokens={},
     )
-
-
-def refusal_of_adapters(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
-    """Return why rows of captured steps cannot have these adapters, or None."""
-    # The head and routers return float32, which the kernels of adapters cannot add to.
-    specs = (linear.spec for linear in model.linears())
-    keys = {spec.key for spec in specs if spec.role != "head" and not spec.in_mixture}
-    for adapter in (adapter for adapters in sets for adapter in adapters):
-        if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
-            return "an adapter brings whole matrices or changes the embedding"
-        if not keys.issuperset(adapter.touched):
-            return "an adapter changes the head or a layer of experts"
-        if any(pair.entry is None for pair in adapter.pairs.values() if isinstance(pair, LoraPair)):
-            return "an adapter has values or a shape that its kernels do not support"
-    return None
 
 
 def _at_rest(value: object) -> bool:

@@ -21,13 +21,13 @@ from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
 from ..layers import Module
+from ..lora.adding import refusal_of_capture
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS
 from .capturable import (
     NotCapturableError,
     padded_rows,
-    refusal_of_adapters,
     refusal_of_model,
     refusal_of_settings,
     without_hooks,
@@ -295,7 +295,7 @@ class DecodeGraphs:
             self.forget_adapters()
         new = self._sets.new_of(adapters)
         if new:
-            why = refusal_of_adapters(model, new)
+            why = refusal_of_capture(model, new)
             if why is not None:
                 return why
             self._sets.add(new, adapters, weakref.WeakMethod(self._adapter_died))

@@ -24,6 +24,7 @@ not loaded. No other code chooses among these ways. Inside of one, other code ch
 
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
   captured step when it is recorded. A half whose description has no joined launches runs its module's own pass.
+- `lora/adding.py` names the ways in which adapters are added behind a matmul.
 - `experts_half.py` asks whether the experts of a half share launches for so many rows.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
 - A module's own pass takes a native block of the CPU (`layers/attention.py`, `layers/mlp.py`), shared calls of experts

@@ -11,7 +11,7 @@ from exl_kernels.linear.lora import LoraEntry, LoraTable
 
 from ..device import activation_dtype
 
-__all__ = ["EmbeddingPair", "LoraPair"]
+__all__ = ["EmbeddingPair", "LoraPair", "added_by_kernels"]
 
 
 class LoraPair:
@@ -32,6 +32,11 @@ class LoraPair:
         self._table = None if self.entry is None else LoraTable([self.entry])
 
     @property
+    def for_kernels(self) -> bool:
+        """Whether the kernels support the pair."""
+        return self.entry is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.a.nbytes + self.b.nbytes + (0 if self.entry is None else self.entry.nbytes)
@@ -42,10 +47,26 @@ class LoraPair:
 
     def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
         """Add the result for x [T, in] to y [T, out]; `invariant` as for `QuantMatrix.matmul`."""
-        if self._table is not None and self._table.takes(x, y, invariant=invariant):
-            self._table.add(x, y)
-        else:
+        if not added_by_kernels(self._table, x, y, invariant=invariant):
             y += self.forward(x)
+
+
+def added_by_kernels(
+    table: LoraTable | None, x: Tensor, y: Tensor, slots: Tensor | None = None, *, invariant: bool | None = None
+) -> bool:
+    """Add the pairs of a matrix to y, if its table does for such rows; return whether it did. Otherwise torch must.
+
+    Args:
+        table: the pairs by slot; None where kernels do not support one of them.
+        x: the input [T, in] of the matrix.
+        y: its results [T, out].
+        slots: int32 [T], the slot of each row; None: all have slot 0.
+        invariant: as for `QuantMatrix.matmul`.
+    """
+    if table is None or not table.takes(x, y, invariant=invariant):
+        return False
+    table.add(x, y, slots)
+    return True
 
 
 class EmbeddingPair:

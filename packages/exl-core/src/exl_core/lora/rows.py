@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
-from exl_kernels.selection import refusal_of_adapted_shapes
 
-from .pairs import LoraPair
+from .adding import refusal_of_group
+from .pairs import LoraPair, added_by_kernels
 
 if TYPE_CHECKING:
     from exl_kernels.linear import QuantMatrix
@@ -57,9 +57,7 @@ class RowAdapters:
     def groups(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> bool:
         """Return whether `group` supports these matrices: their sizes, and the pairs of all adapters for them."""
         pairs = [self.pairs[key] for key in keys if key in self.pairs]
-        if not pairs:
-            return True
-        return refusal_of_adapted_shapes(in_features, widths) is None and all(pair.for_kernels for pair in pairs)
+        return refusal_of_group(pairs, in_features, widths) is None
 
     def group(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> LoraGroup | None:
         """Return the adapters of the matrices of one joined matmul; None where no adapter changes any of them.
@@ -105,8 +103,7 @@ class _RowPairs:
         """Add the results of each row's adapters for x [T, in] to y [T, out]."""
         slots = self._rows.slots_of(x)
         for level, table in zip(self._levels, self._tables, strict=True):
-            if table is not None and table.takes(x, y, invariant=invariant):
-                table.add(x, y, slots)
+            if added_by_kernels(table, x, y, slots, invariant=invariant):
                 continue
             for slot, pair in enumerate(level):
                 rows = (slots == slot).nonzero().squeeze(1)
