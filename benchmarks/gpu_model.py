@@ -18,6 +18,7 @@ from make_random_model import SHAPES, llama_config, random_codes, write_tokenize
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
+from exl_core.execution.own_pass import choose_own_pass
 from exl_core.execution.sharded.context import TensorParallel
 from exl_core.execution.sharded.cutting import shard_modules
 from exl_core.execution.sharded.matrix import OutputCut, Part, SplitMatrix
@@ -34,7 +35,6 @@ from exl_core.layers import (
     ParallelDecoder,
     PositionEmbedding,
 )
-from exl_core.layers.sublayer import SubLayer
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
@@ -211,9 +211,7 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
             weights.fill(linear, ".".join(linear.key.split(".")[-2:]), place)
     if isinstance(module, MoE):
         module.group()
-    for holder in holders:
-        if isinstance(holder, SubLayer):
-            holder.block = holder._make_block()
+    choose_own_pass(module)
 
 
 class _Weights:

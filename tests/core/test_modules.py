@@ -9,6 +9,7 @@ import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4
 from exl_core.layers import Attention, GatedMLP
+from exl_core.layers.sublayer import BY_OPERATOR
 
 MODELS: dict[str, dict[str, Any]] = {
     "float": {},
@@ -28,7 +29,7 @@ def blocks(model: ExLlamaV2) -> list[Any]:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_fused_blocks_equal_the_steps(name: str, mode: str, lab: Any) -> None:
     model = lab.load(lab.write(**MODELS[name]), cpu_matmul=mode)
-    assert all(m.block is not None for m in blocks(model))
+    assert all(m.own_pass is not BY_OPERATOR for m in blocks(model))
     ids = lab.ids(3, 24)
     mask = torch.zeros(3, 24)
     mask[1, :5] = float("-inf")
@@ -40,7 +41,7 @@ def test_fused_blocks_equal_the_steps(name: str, mode: str, lab: Any) -> None:
 
     fused = [run(c) for c in (ExLlamaV2Cache, ExLlamaV2Cache_Q4)]
     for module in blocks(model):
-        module.block = None
+        module.own_pass = BY_OPERATOR
     stepwise = [run(c) for c in (ExLlamaV2Cache, ExLlamaV2Cache_Q4)]
     for a, b in zip(fused, stepwise, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -53,8 +54,8 @@ def test_padded_columns_are_cut_off(lab: Any) -> None:
     attention = padded.modules[1]
     assert attention.k_proj.quant.out_features == 32
     assert attention.k_proj.get_weight_tensor_dq().shape == (64, 24)
-    assert attention.block is None
-    assert padded.modules[2].block is not None
+    assert attention.own_pass is BY_OPERATOR
+    assert padded.modules[2].own_pass is not BY_OPERATOR
     plain = lab.load(lab.write(**changes))
     ids = lab.ids(1, 20)
     a, b = padded.forward(ids)[..., :90], plain.forward(ids)[..., :90]
@@ -65,4 +66,4 @@ def test_padded_columns_are_cut_off(lab: Any) -> None:
 def test_unloading_drops_the_fused_block(lab: Any) -> None:
     model = lab.load(lab.write(kind="exl2"))
     model.unload()
-    assert all(m.block is None for m in blocks(model))
+    assert all(m.own_pass is BY_OPERATOR for m in blocks(model))

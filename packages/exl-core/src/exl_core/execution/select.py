@@ -27,8 +27,9 @@ not loaded. No other code chooses among these ways. Inside of one, other code ch
 - `lora/adding.py` names the ways in which adapters are added behind a matmul.
 - `experts_half.py` asks whether the experts of a half share launches for so many rows.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
-- A module's own pass takes a native block of the CPU (`layers/attention.py`, `layers/mlp.py`), shared calls of experts
-  (`layers/moe.py`), or the shares of the devices of a sharded model (its `sharding`), where it has them.
+- `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU.
+- A module's own pass takes shared calls of experts (`layers/moe.py`), or the shares of the devices of a sharded model
+  (its `sharding`), where it has them.
 """
 
 from __future__ import annotations

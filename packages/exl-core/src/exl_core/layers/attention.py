@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from exl_kernels.block import AttentionBlock
-
 from ..architectures.windows import LayerRope
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
@@ -18,7 +16,7 @@ from .description import AttentionDescription
 from .heads import Heads
 from .linear import Linear
 from .mlp import FeedForward
-from .norm import Norm, block_norm
+from .norm import Norm
 from .sublayer import SubLayer
 
 __all__ = ["Attention", "AttentionSharding", "ParallelDecoder"]
@@ -32,7 +30,7 @@ class AttentionSharding(Protocol):
         ...
 
 
-class Attention(SubLayer[AttentionBlock]):
+class Attention(SubLayer):
     """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x).
 
     Args:
@@ -128,33 +126,8 @@ class Attention(SubLayer[AttentionBlock]):
         """Whether the weights are loaded."""
         return self.o_proj.matrix is not None
 
-    def _make_block(self) -> AttentionBlock | None:
-        """Return a native block that computes all of `forward`, if the matrices allow it."""
-        if not all(linear.fits_block() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
-            return None
-        return AttentionBlock(
-            block_norm(self.norm),
-            (self.q_proj.quant, self.k_proj.quant, self.v_proj.quant, self.o_proj.quant),
-            head_dim=self.head_dim,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            clip=self.clip,
-            q_norm=block_norm(self.q_norm),
-            k_norm=block_norm(self.k_norm),
-            post=block_norm(self.post),
-        )
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Run the half on x [T, hidden], in place where possible, and return the result."""
-        usable = self.block is not None and not (self.window and step.pictures is not None)
-        if usable and not any(linear.adapted(step.loras) for linear in self.submodules()):
-            assert self.block is not None
-            return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
-        return self.forward_by_operator(x, step)
-
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
-        """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
+        """See `SubLayer.forward_by_operator`."""
         return self.added(x, self.attend(self.normed(x), step))
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
@@ -207,9 +180,6 @@ class ParallelDecoder(Attention):
     def weight_bytes(self) -> int:
         """Return the bytes of loaded weights."""
         return super().weight_bytes() + self.mlp.weight_bytes()
-
-    def _make_block(self) -> AttentionBlock | None:
-        return None
 
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the layer operator by operator."""

@@ -77,12 +77,6 @@ class Linear:
             raise ModelStateError(f"{self.key} is sharded over several devices: it has no single matrix")
         return matrix
 
-    def fits_block(self) -> bool:
-        """Return whether the matrix can be part of a CPU block: on the CPU, in one piece, without padding columns."""
-        if isinstance(self.matrix, ShardedMatrix):
-            return False
-        return self.quant.device.type == "cpu" and self.quant.out_features == self.out_features
-
     @property
     def stored_features(self) -> int:
         """Number of outputs in the files: heads may have more than the vocabulary, quantized matrices are padded."""
@@ -98,7 +92,7 @@ class Linear:
         return self.loaded_matrix.dequantize()[:, : self.out_features].contiguous()
 
     def adapted(self, loras: Sequence[Adapter]) -> bool:
-        """Return whether any of `loras` changes this matrix; blocks do not support adapters."""
+        """Return whether any of `loras` changes this matrix."""
         return any(self.key in lora.touched for lora in loras)
 
     def forward(self, x: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:

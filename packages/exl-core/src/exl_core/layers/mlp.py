@@ -10,13 +10,12 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
-from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..execution.batch import Step
 from .description import MlpDescription
 from .linear import Linear
-from .norm import Norm, block_norm
+from .norm import Norm
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP", "activated"]
 
 
-class FeedForward(SubLayer[MlpBlock]):
+class FeedForward(SubLayer):
     """x + post(inner(norm(x))), where either norm may be absent."""
 
     layer_idx: int
@@ -53,14 +52,8 @@ class FeedForward(SubLayer[MlpBlock]):
         """Whether all matrices are loaded."""
         return all(linear.matrix is not None for linear in self.submodules())
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Run the half on x [T, hidden], in place where possible, and return the result."""
-        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
-            return self.block.forward(x)
-        return self.forward_by_operator(x, step)
-
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
-        """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
+        """See `SubLayer.forward_by_operator`."""
         return self.added(x, self.inner(self.normed(x), step.loras, invariant=step.invariant))
 
 
@@ -122,13 +115,6 @@ class DenseMLP(FeedForward):
     def submodules(self) -> Iterator[Linear]:
         """Yield gate, if there is one, up and down."""
         yield from (*self.first, self.down_proj)
-
-    def _make_block(self) -> MlpBlock | None:
-        if not all(linear.fits_block() for linear in self.submodules()):
-            return None
-        gate = None if self.gate_proj is None else self.gate_proj.quant
-        matrices = (self.up_proj.quant, self.down_proj.quant)
-        return MlpBlock(block_norm(self.norm), gate, matrices, self.activation, post=block_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Compute the first matrices, the activation, and down."""

@@ -1,34 +1,52 @@
-"""The base of the two halves of a layer: norms and linears that load together, and one native call for all of them."""
+"""The base of the two halves of a layer: norms and linears that load together, and how the pass over them runs."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .description import HalfDescription
 from .linear import Linear
 from .module import Module
 from .norm import Norm
 
-__all__ = ["SubLayer"]
-
-Block = TypeVar("Block")
+__all__ = ["BY_OPERATOR", "OwnPass", "SubLayer"]
 
 
-class SubLayer(Module, Generic[Block]):
+class OwnPass(Protocol):
+    """A way to run a half as its module."""
+
+    def run(self, half: SubLayer, x: Tensor, step: Step) -> Tensor:
+        """Run the half on x [T, hidden], in place where possible, and return the result."""
+        ...
+
+
+class ByOperator:
+    """The way that needs nothing but the half."""
+
+    def run(self, half: SubLayer, x: Tensor, step: Step) -> Tensor:
+        """See `OwnPass`."""
+        return half.forward_by_operator(x, step)
+
+
+BY_OPERATOR = ByOperator()
+
+
+class SubLayer(Module):
     """Half of a layer, with its norms and residual.
 
-    `block` is a native call that computes all of `forward`, or None.
+    `own_pass` runs `forward`. `execution/own_pass.py` chooses it when the model loads the half.
     """
 
     norm: Norm | None
     post: Norm | None
-    block: Block | None = None
+    own_pass: OwnPass = BY_OPERATOR
     float_residual = False  # the hidden state is float32 on a GPU, too
 
     def describe(self) -> HalfDescription:
@@ -49,23 +67,27 @@ class SubLayer(Module, Generic[Block]):
     def _parts(self) -> Iterator[Norm | Linear]:
         """Yield everything with weights."""
 
-    def _make_block(self) -> Block | None:
-        """Return a native call that computes all of `forward`, if the kind and the matrices allow it."""
-        return None
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Run the half on x [T, hidden], in place where possible, and return the result."""
+        return self.own_pass.run(self, x, step)
+
+    @abstractmethod
+    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
+        """Run operator by operator: the oracle of every other way."""
 
     def load(self, source: TensorSource, device: torch.device) -> None:
-        """Load all parts and make the block; an error leaves the module unloaded."""
+        """Load all parts; an error leaves the module unloaded."""
+        self.own_pass = BY_OPERATOR
         try:
             for part in self._parts():
                 part.load(source, device)
-            self.block = self._make_block()
         except BaseException:
             self.unload()
             raise
 
     def unload(self) -> None:
         """Drop the weights."""
-        self.block = None
+        self.own_pass = BY_OPERATOR
         for part in self._parts():
             part.unload()
 

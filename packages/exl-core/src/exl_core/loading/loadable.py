@@ -15,6 +15,7 @@ from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
 from ..errors import CacheError, DeviceError, FormatError, InputError, ModelStateError
+from ..execution.own_pass import choose_own_pass
 from ..execution.sharded.context import TensorParallel
 from ..execution.sharded.cutting import shard_modules, unshard_modules
 from ..execution.sharded.exchange import Exchange, LocalExchange
@@ -303,6 +304,7 @@ class LoadableModel:
         try:
             with out_of_memory_as_error(f"load {module.key}"), torch.inference_mode(False):
                 module.load(TensorReader(self._checkpoint()), self.placement.device(index))
+                choose_own_pass(module)
         finally:
             self._settle()
 

@@ -12,6 +12,7 @@ import torch
 from exl_kernels.linear.upload import Uploads
 
 from ..errors import InputError
+from ..execution.own_pass import choose_own_pass
 from .ahead import ReadAhead
 from .checkpoint import Checkpoint, TensorReader
 
@@ -70,6 +71,7 @@ def load_modules(
             ahead.advance(index)
             with uploads, torch.inference_mode(False):  # weights outlive the mode that they are loaded in
                 module.load(reader, device)
+                choose_own_pass(module)
         checkpoint.check_unchanged()
         uploads.finish()
         yield from report(total)

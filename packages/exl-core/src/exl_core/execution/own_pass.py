@@ -1,0 +1,98 @@
+"""How halves of layers run as their modules: chosen for each half when its weights are loaded.
+
+| way | runs | for |
+|---|---|---|
+| block | one native call | halves on the CPU with whole matrices without padding columns, in steps that it covers |
+| operators | `SubLayer.forward_by_operator`, the block's twin | every other half or step |
+
+Results are bitwise identical. Blocks are made from the description of a half: code that it does not know runs itself.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from exl_kernels.block import AttentionBlock, MlpBlock
+
+from ..layers import Linear, Module
+from ..layers.description import AttentionDescription, HalfDescription, MlpDescription
+from ..layers.matrix import ShardedMatrix
+from ..layers.norm import block_norm
+from ..layers.sublayer import BY_OPERATOR, OwnPass, SubLayer
+from .batch import Step
+from .capturable import without_hooks
+
+__all__ = ["AttentionInBlock", "MlpInBlock", "choose_own_pass"]
+
+
+def choose_own_pass(module: Module) -> None:
+    """Let a loaded module run in the fastest of these ways, also inside `Intervention`s."""
+    half = without_hooks(module)
+    if isinstance(half, SubLayer):
+        half.own_pass = _own_pass(half.describe())
+
+
+def _own_pass(about: HalfDescription) -> OwnPass:
+    if isinstance(about, AttentionDescription) and about.mlp is None and _fits_block(about):
+        return AttentionInBlock(about)
+    if isinstance(about, MlpDescription) and _fits_block(about):
+        return MlpInBlock(about)
+    return BY_OPERATOR
+
+
+def _fits_block(about: AttentionDescription | MlpDescription) -> bool:
+    return about.holds and all(map(_is_plain, (*about.first, about.last)))
+
+
+def _is_plain(linear: Linear) -> bool:
+    """Return whether a loaded matrix is on the CPU, in one piece, without padding columns."""
+    matrix = linear.loaded_matrix
+    if isinstance(matrix, ShardedMatrix):
+        return False
+    return matrix.device.type == "cpu" and matrix.out_features == linear.out_features
+
+
+def _adapted(half: SubLayer, step: Step) -> bool:
+    return any(linear.adapted(step.loras) for linear in half.submodules())
+
+
+class AttentionInBlock:
+    """Attention as one native call."""
+
+    def __init__(self, about: AttentionDescription) -> None:
+        self._layer, self._rope, self._interleaved = about.layer_idx, about.rope, about.interleaved
+        self._window = about.window
+        q, k, v, o = (linear.quant for linear in (*about.first, about.last))
+        self._block = AttentionBlock(
+            block_norm(about.norm),
+            (q, k, v, o),
+            head_dim=about.head_dim,
+            scale=about.scale,
+            window=about.window,
+            softcap=about.softcap,
+            clip=about.clip,
+            q_norm=block_norm(about.q_norm),
+            k_norm=block_norm(about.k_norm),
+            post=block_norm(about.post),
+        )
+
+    def run(self, half: SubLayer, x: Tensor, step: Step) -> Tensor:
+        """Run x [T, hidden] in place; by operators with adapters, and where images see themselves beyond a window."""
+        if (self._window and step.pictures is not None) or _adapted(half, step):
+            return half.forward_by_operator(x, step)
+        return self._block.forward(x, step.tokens(self._interleaved, self._rope), step.pages(self._layer))
+
+
+class MlpInBlock:
+    """An MLP as one native call."""
+
+    def __init__(self, about: MlpDescription) -> None:
+        *gate, up = (linear.quant for linear in about.first)
+        matrices = (up, about.last.quant)
+        self._block = MlpBlock(
+            block_norm(about.norm), gate[0] if gate else None, matrices, about.activation, post=block_norm(about.post)
+        )
+
+    def run(self, half: SubLayer, x: Tensor, step: Step) -> Tensor:
+        """Run x [T, hidden] in place; by operators with adapters."""
+        return half.forward_by_operator(x, step) if _adapted(half, step) else self._block.forward(x)
