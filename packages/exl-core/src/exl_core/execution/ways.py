@@ -79,9 +79,11 @@ def refusal_of_step(model: ModelFacts, batch: int, q_len: int, *, adapted: bool)
     None where it may be captured. The launches of a sharded model have more conditions, which `captured.py` asks.
     """
     why = model.refusal() or refusal_of_tokens(batch, q_len)
-    # Up to PACKED_ROWS rows, as in most steps, whose host time counts, the modules' own passes are batch-invariant.
-    if why is not None or model.sharded or batch * q_len <= PACKED_ROWS:
+    if why is not None or model.sharded:
         return why
-    rows = model.rows_of(batch, q_len)
-    why = refusal_of_blocks(rows, lambda: model.unjoined(adapted=adapted) or model.refusal_of_rows(rows))
+
+    def refusal() -> str | None:
+        return model.unjoined(adapted=adapted) or model.refusal_of_rows(model.rows_of(batch, q_len))
+
+    why = refusal_of_blocks(batch * q_len, refusal)  # padding crosses no limit of blocks
     return None if why is None else f"a step of more than {PACKED_ROWS} rows is not captured: {why}"
