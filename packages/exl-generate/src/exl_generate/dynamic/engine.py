@@ -143,9 +143,15 @@ def _accepted(
 class Engine:
     """Run all jobs step by step.
 
-    On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`): in
-    `_sample` behind the sampling of its tokens; in `_prelaunch_known` as soon as the host has read them, where they did
-    not reach the step on the GPU; in `_prelaunch_drafts` with draft tokens, when those before them are accepted.
+    On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`). Three
+    places launch it, which differ in when its tokens are known, and to whom:
+
+    - `_sample`: right behind the sampling, whose kernel writes the tokens into the step's inputs on the GPU. The host
+      knows neither them nor whether a job ends.
+    - `_prelaunch_known`: once the host has read the tokens, for a step without a captured graph, or with a row that the
+      GPU did not sample after all. No step is launched for jobs that all end.
+    - `_prelaunch_drafts`: once the host has accepted the tokens, since draft tokens are looked up behind them. The jobs
+      that have ended, and the number of tokens of a window, are known only then.
 
     Args:
         scheduler: Chooses the running jobs.
