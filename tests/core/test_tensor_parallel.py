@@ -29,7 +29,10 @@ from exl_core.execution.sharded.matrix import SplitMatrix
 from exl_core.execution.sharded.shares import Shares
 from exl_core.execution.sharded.sums import SumMatrix
 from exl_core.layers import Attention, Intervention, Linear, Module
+from exl_core.layers.attention import WHOLE_HEADS
 from exl_core.layers.matrix import ShardedMatrix
+from exl_core.layers.mlp import WHOLE_FEATURES
+from exl_core.layers.sublayer import BY_OPERATOR
 from exl_core.loading.checkpoint import TensorSource
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
@@ -372,8 +375,11 @@ def test_other_code_around_a_layer_runs_its_shares(lab: Any, monkeypatch: pytest
         model.modules[1:4] = [Intervention(first, None, lambda x, step: x + 1), Wrapped(second), third]
         model.load_tp()
         found.append(model.forward(ids))
+        blocks = [half.own_pass is not BY_OPERATOR for half in (first, second, third)]
+        assert blocks == ([True, True, False] if places == "cpu" else [False] * 3), "the third one has other code"
         model.unload()
-        assert [getattr(module, "sharding", None) for module in (first, second, third)] == [None] * 3
+        assert all(half.own_pass is BY_OPERATOR for half in (first, second, third))
+        assert [half.sharding for half in (first, second, third)] == [WHOLE_HEADS, WHOLE_FEATURES, WHOLE_HEADS]
     assert torch.equal(found[0], found[1])
 
 

@@ -82,7 +82,7 @@ matmul, normed or not; None if the half itself norms the hidden state."""
 
 NextPrologue = Prologue[FusedLinear]
 """Of loaded matrices."""
-NO_PROLOGUE = NextPrologue()
+NO_PROLOGUE: NextPrologue = NextPrologue()
 
 
 class PendingMatmul(NamedTuple):

@@ -20,16 +20,22 @@ from ..layers.matrix import ShardedMatrix
 from ..layers.norm import block_norm
 from ..layers.sublayer import BY_OPERATOR, OwnPass, SubLayer
 from .batch import Step
-from .capturable import without_hooks
 
 __all__ = ["AttentionInBlock", "MlpInBlock", "choose_own_pass"]
 
 
 def choose_own_pass(module: Module) -> None:
-    """Let a loaded module run in the fastest of these ways, also inside `Intervention`s."""
-    half = without_hooks(module)
-    if isinstance(half, SubLayer):
-        half.own_pass = _own_pass(half.describe())
+    """Let a loaded half run in the first of these ways that applies, also one that hooks or other code hold."""
+    found, left = set[int](), [module]
+    while left:
+        part = left.pop()
+        if id(part) in found:
+            continue
+        found.add(id(part))
+        if not isinstance(part, SubLayer):
+            left += [held for held in vars(part).values() if isinstance(held, Module)]
+        elif part.loaded:
+            part.own_pass = _own_pass(part.describe())
 
 
 def _own_pass(about: HalfDescription) -> OwnPass:

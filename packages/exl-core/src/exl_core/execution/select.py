@@ -28,8 +28,8 @@ not loaded. No other code chooses among these ways. Inside of one, other code ch
 - `experts_half.py` asks whether the experts of a half share launches for so many rows.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
 - `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU.
-- A module's own pass takes shared calls of experts (`layers/moe.py`), or the shares of the devices of a sharded model
-  (its `sharding`), where it has them.
+- `sharded/cutting.py` chooses before the load whether a module runs its heads, features and experts on several devices.
+- A mixture that runs as its module asks whether its experts share a call (`layers/moe.py`).
 """
 
 from __future__ import annotations

@@ -19,15 +19,29 @@ from .mlp import FeedForward
 from .norm import Norm
 from .sublayer import SubLayer
 
-__all__ = ["Attention", "AttentionSharding", "ParallelDecoder"]
+__all__ = ["WHOLE_HEADS", "Attention", "AttentionSharding", "ParallelDecoder"]
 
 
 class AttentionSharding(Protocol):
-    """Runs attention whose heads are on several devices."""
+    """Runs attention between its norms: all heads here, or those of several devices."""
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
         """Compute `attention.attend(h, step)`."""
         ...
+
+
+class WholeHeads:
+    """All heads on the device of the hidden state."""
+
+    def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
+        """See `AttentionSharding`."""
+        heads = attention.heads(step)
+        first = [linear.forward(h, step.loras, invariant=step.invariant) for linear in heads.about.first]
+        mixed = heads.attend(*heads.shaped(first)).view(h.shape[0], -1)
+        return attention.o_proj.forward(mixed, step.loras, invariant=step.invariant)
+
+
+WHOLE_HEADS = WholeHeads()
 
 
 class Attention(SubLayer):
@@ -50,11 +64,11 @@ class Attention(SubLayer):
         k_norm: like q_norm.
 
     Attributes:
-        sharding: runs `attend` of a model that is sharded over devices; else None.
+        sharding: runs `attend`. `execution/sharded/cutting.py` gives another one to a model that is sharded.
     """
 
     name = "Attention"
-    sharding: AttentionSharding | None = None
+    sharding: AttentionSharding = WHOLE_HEADS
 
     layer_idx: int
 
@@ -132,12 +146,7 @@ class Attention(SubLayer):
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
-        if self.sharding is not None:
-            return self.sharding.attend(self, h, step)
-        heads = self.heads(step)
-        first = [linear.forward(h, step.loras, invariant=step.invariant) for linear in heads.about.first]
-        mixed = heads.attend(*heads.shaped(first))
-        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras, invariant=step.invariant)
+        return self.sharding.attend(self, h, step)
 
     def heads(self, step: Step) -> Heads:
         """Return the operators between the projections."""

@@ -21,7 +21,7 @@ from .sublayer import SubLayer
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP", "activated"]
+__all__ = ["WHOLE_FEATURES", "DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP", "activated"]
 
 
 class FeedForward(SubLayer):
@@ -66,11 +66,23 @@ def activated(results: Iterable[Tensor], activation: Activation) -> Tensor:
 
 
 class MlpSharding(Protocol):
-    """Runs MLPs whose features are on several devices."""
+    """Runs MLPs between their norms: all features here, or those of several devices."""
 
     def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter], *, invariant: bool | None) -> Tensor:
         """Compute `mlp.inner` of these arguments."""
         ...
+
+
+class WholeFeatures:
+    """All features on the device of the hidden state."""
+
+    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter], *, invariant: bool | None) -> Tensor:
+        """See `MlpSharding`."""
+        first = [linear.forward(h, loras, invariant=invariant) for linear in mlp.first]
+        return mlp.down_proj.forward(activated(first, mlp.activation), loras, invariant=invariant)
+
+
+WHOLE_FEATURES = WholeFeatures()
 
 
 class DenseMLP(FeedForward):
@@ -78,11 +90,11 @@ class DenseMLP(FeedForward):
 
     Attributes:
         first: gate and up, or up.
-        sharding: runs `inner` of a model that is sharded over devices; else None.
+        sharding: runs `inner`. `execution/sharded/cutting.py` gives another one to a model that is sharded.
     """
 
     name = "MLP"
-    sharding: MlpSharding | None = None
+    sharding: MlpSharding = WHOLE_FEATURES
 
     def __init__(
         self,
@@ -118,10 +130,7 @@ class DenseMLP(FeedForward):
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Compute the first matrices, the activation, and down."""
-        if self.sharding is not None:
-            return self.sharding.inner(self, h, loras, invariant=invariant)
-        first = [linear.forward(h, loras, invariant=invariant) for linear in self.first]
-        return self.down_proj.forward(activated(first, self.activation), loras, invariant=invariant)
+        return self.sharding.inner(self, h, loras, invariant=invariant)
 
 
 class GatedMLP(DenseMLP):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
     from ..execution.batch import Step
 
-__all__ = ["Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
+__all__ = ["WHOLE_EXPERTS", "Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,13 @@ class Expert:
 
 
 class ExpertSharding(Protocol):
-    """Runs experts some of which are on the devices of other processes."""
+    """Runs experts one after the other: all of them in this process, or some in others.
+
+    Attributes:
+        apart: they never share calls, since processes exchange the outputs of each.
+    """
+
+    apart: bool
 
     def outputs(
         self,
@@ -101,6 +107,32 @@ class ExpertSharding(Protocol):
             invariant: as for `QuantMatrix.matmul`.
         """
         ...
+
+
+class WholeExperts:
+    """All experts in this process, each on its device."""
+
+    apart = False
+
+    def outputs(
+        self,
+        mixture: MoE,
+        h: Tensor,
+        places: Sequence[Tensor],
+        out: Tensor,
+        loras: Sequence[Adapter],
+        *,
+        invariant: bool | None,
+    ) -> None:
+        """See `ExpertSharding`."""
+        for expert, rows in zip(mixture.experts, places, strict=True):
+            if len(rows):
+                x = send(h[rows // mixture.chosen], expert.gate.device)
+                y = mixture.run_expert(expert, x, loras, invariant=invariant)
+                out[rows] = send(y, out.device).float()
+
+
+WHOLE_EXPERTS = WholeExperts()
 
 
 class MoE(FeedForward):
@@ -144,7 +176,7 @@ class MoE(FeedForward):
         self.shared = shared
         self.shared_gate = shared_gate
         self.capturable = False  # unless experts share launches on a GPU: else the host decides which ones run
-        self.sharding: ExpertSharding | None = None  # runs experts that other processes have
+        self.sharding: ExpertSharding = WHOLE_EXPERTS  # `execution/sharded/cutting.py` may give another one
         self._router: ExpertRouter | None = None
         self._grouped: ExpertGroup | None = None
 
@@ -173,8 +205,8 @@ class MoE(FeedForward):
         router = self.router.loaded_matrix
         if isinstance(router, CudaFloatMatrix) and ExpertRouter.takes_features(router.in_features):
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
-        if self.sharding is not None:
-            return  # all processes exchange outputs in `_outputs`, also one that has every expert
+        if self.sharding.apart:
+            return
         experts = [expert.matrices() for expert in self.experts]
         whole = [parts for parts in experts if parts is not None]
         if len(whole) < len(experts) or whole[0][0].device != router.device:
@@ -287,14 +319,7 @@ class MoE(FeedForward):
         flat, order = indices.reshape(-1).sort(stable=True)
         counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
         groups, flat_out = torch.split(order, counts), out.view(-1, out.shape[-1])
-        if self.sharding is not None:
-            self.sharding.outputs(self, h, groups, flat_out, loras, invariant=invariant)
-            return out
-        for expert, places in zip(self.experts, groups, strict=True):
-            if len(places):
-                x = send(h[places // self.chosen], expert.gate.device)
-                y = self.run_expert(expert, x, loras, invariant=invariant)
-                flat_out[places] = send(y, out.device).float()
+        self.sharding.outputs(self, h, groups, flat_out, loras, invariant=invariant)
         return out
 
     def run_expert(

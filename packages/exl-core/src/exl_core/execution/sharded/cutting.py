@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...layers import Attention, DenseMLP, Linear, Module, MoE
+from ...layers.attention import WHOLE_HEADS
+from ...layers.mlp import WHOLE_FEATURES
+from ...layers.moe import WHOLE_EXPERTS
 from .context import TensorParallel
 from .feed_forward import ShardedExperts, ShardedFeatures
 from .heads import ShardedHeads
@@ -62,7 +65,12 @@ def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> d
 def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `shard_modules` after an unload."""
     for layer in _layers(modules):
-        layer.sharding = None
+        if isinstance(layer, Attention):
+            layer.sharding = WHOLE_HEADS
+        elif isinstance(layer, DenseMLP):
+            layer.sharding = WHOLE_FEATURES
+        else:
+            layer.sharding = WHOLE_EXPERTS
     for linear in (linear for module in modules for linear in module.submodules()):
         linear.cut = linear.place = None
 
@@ -81,7 +89,7 @@ def _layers(modules: Sequence[Module]) -> list[Attention | DenseMLP | MoE]:
 
 def _shard_experts(module: MoE, context: TensorParallel) -> None:
     shards = context.shares.experts(len(module.experts))
-    module.sharding = None if context.exchange.whole else ShardedExperts(context, shards)
+    module.sharding = WHOLE_EXPERTS if context.exchange.whole else ShardedExperts(context, shards)
     for expert, shard in zip(module.experts, shards, strict=True):
         for linear in expert:
             linear.place = context.device(shard)

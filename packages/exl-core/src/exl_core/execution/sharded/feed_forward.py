@@ -39,7 +39,12 @@ class ShardedFeatures:
 
 
 class ShardedExperts:
-    """The experts of a mixture on the devices of several processes (`ExpertSharding`)."""
+    """The experts of a mixture on the devices of several processes (`ExpertSharding`).
+
+    All processes exchange the outputs of every expert, also one that has every expert.
+    """
+
+    apart = True
 
     def __init__(self, context: TensorParallel, shards: Sequence[int]) -> None:
         """shards: the device number of each expert."""
