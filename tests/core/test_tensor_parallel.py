@@ -372,14 +372,15 @@ def test_other_code_around_a_layer_runs_its_shares(lab: Any, monkeypatch: pytest
         first, second = model.modules[1], model.modules[2]
         third = Doubled.__new__(Doubled)
         third.__dict__.update(model.modules[3].__dict__)
+        halves: list[Any] = [first, second, third]
         model.modules[1:4] = [Intervention(first, None, lambda x, step: x + 1), Wrapped(second), third]
         model.load_tp()
         found.append(model.forward(ids))
-        blocks = [half.own_pass is not BY_OPERATOR for half in (first, second, third)]
+        blocks = [half.own_pass is not BY_OPERATOR for half in halves]
         assert blocks == ([True, True, False] if places == "cpu" else [False] * 3), "the third one has other code"
         model.unload()
-        assert all(half.own_pass is BY_OPERATOR for half in (first, second, third))
-        assert [half.sharding for half in (first, second, third)] == [WHOLE_HEADS, WHOLE_FEATURES, WHOLE_HEADS]
+        assert all(half.own_pass is BY_OPERATOR for half in halves)
+        assert [half.sharding for half in halves] == [WHOLE_HEADS, WHOLE_FEATURES, WHOLE_HEADS]
     assert torch.equal(found[0], found[1])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from expert_cases import Expert, chosen_of, experts_of, one_by_one, rows_of
@@ -62,7 +64,8 @@ def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch:
     ids[ids == 2] = 0
     shared, factors, x = rows_of(rows, HIDDEN, 3), torch.rand(rows, 1).cuda(), rows_of(rows, HIDDEN, 4)
     assert together.kernel(rows, 2, False) == "experts_dequantized"
-    for more in ({}, {"shared": shared, "shared_weights": factors}, {"residual": x}):
+    cases: list[dict[str, Any]] = [{}, {"shared": shared, "shared_weights": factors}, {"residual": x}]
+    for more in cases:
         found = together(h, weights, ids, **more)
         expected = by_dequantized(h, weights, ids, experts, **more)
         assert rms(found, expected) < 1e-3, list(more)

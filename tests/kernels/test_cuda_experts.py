@@ -72,7 +72,9 @@ def test_what_all_rows_share(rows: int) -> None:
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 6, 2)
     shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows, 1).cuda(), rows_of(rows, 256, 4)
-    for more in ({"shared": shared}, {"shared": shared, "shared_weights": factors}, {"shared": shared, "residual": x}):
+    added = {"shared": shared}
+    cases: list[dict[str, Any]] = [added, {**added, "shared_weights": factors}, {**added, "residual": x}]
+    for more in cases:
         expected = one_by_one(h, weights, ids, experts, "silu", **more)
         assert torch.equal(together(h, weights, ids, **more), expected), list(more)
 
