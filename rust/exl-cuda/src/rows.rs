@@ -18,6 +18,9 @@ pub const FEW_ROWS: usize = COLUMN_TILE;
 /// block of float matmuls that are batch-invariant, too.
 pub const PACKED_ROWS: usize = 64;
 
+/// Rows between 32 and [`PACKED_ROWS`] for which `gemm_batch` on cards with wgmma has kernels, and captured steps have a bucket.
+pub const MIDDLE_ROWS: usize = 48;
+
 /// Most rows of a launch on packed weights: of `gemm_batch` on cards with wgmma. Captured steps of more rows run in blocks.
 pub const BLOCK_ROWS: usize = 128;
 
@@ -32,6 +35,8 @@ assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
 const _: () = assert!(
     GEMV_ROWS < FEW_ROWS
         && FEW_ROWS < PACKED_ROWS
+        && PACKED_ROWS / 2 < MIDDLE_ROWS
+        && MIDDLE_ROWS < PACKED_ROWS
         && BLOCK_ROWS.is_multiple_of(PACKED_ROWS)
         && STEP_ROWS.is_multiple_of(BLOCK_ROWS),
     "whole blocks make up a step, and whole launches a block"

@@ -931,6 +931,11 @@ class KernelLimits:
     @property
     def head_dim_step(self, /) -> int: ...
     @property
+    def middle_rows(self, /) -> int:
+        """
+        Rows below `packed_rows` for which captured steps have a bucket of their own.
+        """
+    @property
     def most_head_dim(self, /) -> int:
         """
         Largest head dimension of attention on a GPU; all are multiples of `head_dim_step`.

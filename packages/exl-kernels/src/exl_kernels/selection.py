@@ -26,6 +26,7 @@ __all__ = [
     "LIMITS",
     "MAX_HEAD_DIM",
     "MAX_LOGITS",
+    "MIDDLE_ROWS",
     "MOST_EXCHANGES",
     "MOST_GPUS",
     "MOST_REPORTED",
@@ -56,6 +57,9 @@ FEW_ROWS = LIMITS.few_rows
 PACKED_ROWS = LIMITS.packed_rows
 """Most rows of a call on packed weights. Up to there a row's result does not depend on the number of rows. More rows
 are cheaper by dequantizing once, except in captured steps."""
+
+MIDDLE_ROWS = LIMITS.middle_rows
+"""Rows below PACKED_ROWS for which captured steps have a bucket of their own: `gemm_batch` has kernels for as many."""
 
 BLOCK_ROWS = LIMITS.block_rows
 """Rows of a block of a captured step's matmuls: one launch on cards with wgmma, elsewhere launches of PACKED_ROWS."""

@@ -170,6 +170,7 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
 #define BATCHES(KIND, kind, ENTRY)                                                  \
   BOTH(gemm_batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)         \
   BATCH(gemm_batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
+  BOTH(gemm_batch_##kind##_##ENTRY##_48x3, 128, KIND, ENTRY, 48, 3, 160, 32)        \
   BOTH(gemm_batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)        \
   BOTH(gemm_batch_##kind##_##ENTRY##_64x3, 128, KIND, ENTRY, 64, 3, 160, 32)        \
   BOTH(gemm_batch_##kind##_##ENTRY##_80x2, 152, KIND, ENTRY, 80, 2, 208, 40)        \

@@ -6,7 +6,9 @@ use exl_cuda::MOST_GRID_ROWS;
 use exl_cuda::layout::UNIT_ROWS;
 use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
-use exl_cuda::rows::{BLOCK_ROWS, DECODE_TOKENS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
+use exl_cuda::rows::{
+    BLOCK_ROWS, DECODE_TOKENS, FEW_ROWS, GEMV_ROWS, MIDDLE_ROWS, PACKED_ROWS, STEP_ROWS,
+};
 use pyo3::prelude::*;
 
 const _: () = assert!(
@@ -24,6 +26,8 @@ pub struct KernelLimits {
     few_rows: usize,
     /// Most rows of a call that multiplies packed weights. Up to there a row's result does not depend on the number of rows.
     packed_rows: usize,
+    /// Rows below `packed_rows` for which captured steps have a bucket of their own.
+    middle_rows: usize,
     /// Most rows of a launch on packed weights, on cards with wgmma, and of a block of a captured step's matmuls.
     block_rows: usize,
     /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
@@ -75,6 +79,7 @@ pub fn kernel_limits() -> KernelLimits {
         gemv_rows: GEMV_ROWS,
         few_rows: FEW_ROWS,
         packed_rows: PACKED_ROWS,
+        middle_rows: MIDDLE_ROWS,
         most_packed_width: elementwise::select::MOST_PACKED_WIDTH,
         block_rows: BLOCK_ROWS,
         step_rows: STEP_ROWS,

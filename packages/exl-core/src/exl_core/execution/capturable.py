@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import MIDDLE_ROWS, PACKED_ROWS, STEP_ROWS
 
 from ..layers import Head, Intervention, Module
 from .attn_params import PagedParams
@@ -44,10 +44,12 @@ class NotCapturableError(Exception):
 def padded_rows(batch: int, q_len: int) -> int:
     """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
 
-    Up to PACKED_ROWS tokens there is one bucket an octave. Beyond that, where a row costs more, there are four.
+    Up to PACKED_ROWS tokens there is one bucket an octave, and one of MIDDLE_ROWS tokens. Beyond that, where a row costs
+    more, there are four an octave.
     """
     if batch * q_len <= PACKED_ROWS:
-        return min(1 << (batch - 1).bit_length(), PACKED_ROWS // q_len)
+        most = MIDDLE_ROWS if batch * q_len <= MIDDLE_ROWS else PACKED_ROWS
+        return min(1 << (batch - 1).bit_length(), most // q_len)
     grain = 1 << max(0, (batch - 1).bit_length() - 3)
     return min(-(-batch // grain) * grain, max(batch, STEP_ROWS // q_len))
 

@@ -2,7 +2,7 @@
 
 use crate::layout::UNIT_ROWS;
 use crate::ops::linear::Matrix;
-use crate::rows::{BLOCK_ROWS, FEW_ROWS, PACKED_ROWS};
+use crate::rows::{BLOCK_ROWS, FEW_ROWS, MIDDLE_ROWS, PACKED_ROWS};
 
 /// Results (halves) packed as the input of a matmul of few rows, as the launch before that matmul would pack them.
 #[derive(Clone, Copy, Debug)]
@@ -16,7 +16,16 @@ pub struct Ordered {
 }
 
 /// Numbers of tokens for which a matmul's input may be packed.
-pub const ORDERED_COLUMNS: [usize; 7] = [FEW_ROWS, 16, 32, PACKED_ROWS, 80, 96, BLOCK_ROWS];
+pub const ORDERED_COLUMNS: [usize; 8] = [
+    FEW_ROWS,
+    16,
+    32,
+    MIDDLE_ROWS,
+    PACKED_ROWS,
+    80,
+    96,
+    BLOCK_ROWS,
+];
 
 impl Ordered {
     /// Bytes of the packed results, for `features` of K.

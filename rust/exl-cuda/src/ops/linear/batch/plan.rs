@@ -9,13 +9,14 @@ use crate::features::Feature;
 use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
-use crate::rows::{BLOCK_ROWS, PACKED_ROWS};
+use crate::rows::{BLOCK_ROWS, MIDDLE_ROWS, PACKED_ROWS};
 pub use shares::{Shares, columns_of};
 
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
-pub const VARIANTS: [(usize, usize); 7] = [
+pub const VARIANTS: [(usize, usize); 8] = [
     (16, 4),
     (32, 4),
+    (MIDDLE_ROWS, 3),
     (64, 2),
     (64, 3),
     (80, 2),
