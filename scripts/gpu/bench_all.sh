@@ -42,7 +42,7 @@ for part in "${parts[@]}"; do
   case $part in
     quick) run step 60 "${step[@]}" --steps 100 --case 8b:4.0:fp16:256:1 "${many[@]}" ;;
     step) run step 60 "${step[@]}" --case 8b:4.0:fp16:256:1 --case tinyllama:4.0:fp16:256:1 ;;
-    batches) run batches 70 "${step[@]}" --steps 100 "${many[@]}" --case 8b:4.0:fp16:256:64 ;;
+    batches) run batches 70 "${step[@]}" --steps 100 "${many[@]}" --case 8b:4.0:fp16:256:48 --case 8b:4.0:fp16:256:64 ;;
     others)
       run others 70 "${step[@]}" --steps 100 --case 8b:3.0:fp16:256:1 --case 8b:gptq4:fp16:256:1 --case 8b:4.0:fp16:16384:1 \
         --case 8b:4.0:q4:16384:1
