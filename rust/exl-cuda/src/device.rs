@@ -55,7 +55,14 @@ pub(crate) const BLOCK_RESERVED: usize = 1024;
 /// The image of a file of kernels, loaded or not yet.
 struct Module {
     image: &'static [u8],
-    loaded: Mutex<Option<CuModule>>,
+    loaded: Mutex<Option<Loaded>>,
+}
+
+#[derive(Clone, Copy)]
+struct Loaded {
+    module: CuModule,
+    /// Whether the image came from the folder that `EXL_CUDA_IMAGES` names.
+    replaced: bool,
 }
 
 /// A kernel, its parameters, its current limit of dynamic shared memory, and the number of its launches.
@@ -182,13 +189,17 @@ impl Device {
     /// Find a kernel in the image of its file. The first call loads the image.
     fn resolve(&self, name: &str, function: &Function) -> Result<CuFunction, CudaError> {
         let functions = &self.driver.functions;
-        let module = self.modules[function.file].get(self.driver, function.file)?;
+        let image = self.modules[function.file].get(self.driver, function.file)?;
         let mut handle: CuFunction = std::ptr::null_mut();
         let symbol = CString::new(name).map_err(|_| CudaError::NoKernel(name.to_owned()))?;
         // SAFETY: a loaded module and a zero-terminated name.
-        let code = unsafe { (functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
+        let code =
+            unsafe { (functions.module_function)(&raw mut handle, image.module, symbol.as_ptr()) };
         check(self.driver, code, "cuModuleGetFunction", name)?;
-        if let Some(found) = self.parameter_sizes(handle) {
+        // The build's own image has the parameters of its sources.
+        if image.replaced
+            && let Some(found) = self.parameter_sizes(handle)
+        {
             function.parameters.check_image(name, &found)?;
         }
         // Kernels of a step that run on an SM at the same time must agree on its shared-memory carveout. Two blocks of `sample_wide` must
@@ -417,13 +428,13 @@ impl Function {
 
 impl Module {
     /// Load the image into the current context at the first call. A failure is not cached: memory may be free at the next call.
-    fn get(&self, driver: &Driver, file: &str) -> Result<CuModule, CudaError> {
+    fn get(&self, driver: &Driver, file: &str) -> Result<Loaded, CudaError> {
         let mut loaded = self
             .loaded
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(module) = *loaded {
-            return Ok(module);
+        if let Some(loaded) = *loaded {
+            return Ok(loaded);
         }
         let folder = std::env::var_os(IMAGES_VARIABLE).map(PathBuf::from);
         let image = image_of(file, self.image, folder.as_deref())?;
@@ -433,8 +444,8 @@ impl Module {
             (driver.functions.module_load)(&raw mut module, image.as_ptr().cast::<c_void>())
         };
         check(driver, code, "cuModuleLoadData", file)?;
-        *loaded = Some(module);
-        Ok(module)
+        let replaced = matches!(image, Cow::Owned(_));
+        Ok(*loaded.insert(Loaded { module, replaced }))
     }
 }
 
