@@ -10,19 +10,10 @@ from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import prompt_logprobs_of, read_request, settings_of, stream_options
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import (
-    COMMON,
-    CONVERSATION,
-    PROMPT_LOGPROBS,
-    SAMPLING,
-    Field,
-    anything,
-    boolean,
-    by_name,
-    integer,
-)
+from exl_serve.request.fields import COMMON, CONVERSATION, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
+from exl_serve.request.rules import anything, boolean, integer
 from exl_serve.stream.chunks import Chat, FunctionChat
 
 __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]

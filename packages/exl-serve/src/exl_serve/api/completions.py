@@ -20,8 +20,9 @@ from exl_serve.api.prepare import (
     stream_options,
 )
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, PROMPT_LOGPROBS, SAMPLING, Field, boolean, by_name, integer
+from exl_serve.request.fields import COMMON, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
+from exl_serve.request.rules import boolean, integer
 from exl_serve.stream.channels import OutputFamily
 from exl_serve.stream.chunks import Completion
 from exl_serve.stream.families.table import Format

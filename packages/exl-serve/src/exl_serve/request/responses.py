@@ -9,10 +9,11 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, anything, by_name, integer, string
+from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
+from exl_serve.request.rules import anything, integer, string
 
 __all__ = [
     "FIELDS",
