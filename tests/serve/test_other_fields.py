@@ -189,9 +189,7 @@ def test_lists_that_are_none(sent: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("echo", False, True),
-        ("include_reasoning", True, False),
-        ("add_special_tokens", False, True),
+        ("best_of", 1, 2),
         ("spaces_between_special_tokens", True, False),
         ("logprob_token_ids", None, [5]),
         ("top_n_sigma", -1, 1.5),

@@ -289,7 +289,7 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"truncation": "old"}, "truncation", "invalid_value"),
         ({"conversation": "c"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
         ({"max_tool_calls": 1}, "max_tool_calls", "unsupported_parameter"),

@@ -60,7 +60,7 @@ def conversation_ids(
         tokenizer: the model's tokenizer.
         messages: the conversation.
         parse_special: convert the text of special tokens in any message to these tokens.
-        **options: options of `apply_chat_template`.
+        **options: options of `apply_chat_template`. Texts of `documents` are untrusted as well.
 
     Returns:
         The rendered prompt and its ids.
@@ -71,7 +71,11 @@ def conversation_ids(
     images = sum(map(_images, messages))
     spellings = [] if parse_special else sorted(filter(None, tokenizer.extended_piece_to_id), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
-    forged = pattern is not None and any(_spells(pattern, message) for message in messages)
+    documents = options.get("documents") or ()
+    forged = pattern is not None and (
+        any(_spells(pattern, message) for message in messages)
+        or any(pattern.search(text) for one in documents for text in _strings(one))
+    )
     if not images and not forged:
         text = tokenizer.apply_chat_template(messages, **options)
         return text, tokenizer.encode_ids(text, special=True)
@@ -83,6 +87,8 @@ def conversation_ids(
         return f"\ue000{nonce}{len(found) - 1}\ue001"
 
     shown = [_replaced(pattern, hide, message) for message in messages] if pattern is not None and forged else messages
+    if pattern is not None and forged and documents:
+        options = options | {"documents": [_hidden(pattern, hide, one) for one in documents]}
     mark = f"\ue002{nonce}\ue003"
     if images and not _KNOWS_IMAGES.search(_source(tokenizer, options)):
         shown = [_as_text(message, mark) for message in shown]
@@ -170,6 +176,19 @@ def _texts(content: Any) -> list[str]:
         return [content]
     parts = content if isinstance(content, list | tuple) else []
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+
+
+def _strings(document: Any) -> list[str]:
+    values = document.values() if isinstance(document, Mapping) else [document]
+    return [value for value in values if isinstance(value, str)]
+
+
+def _hidden(pattern: re.Pattern[str], hide: Any, document: Any) -> Any:
+    if isinstance(document, str):
+        return pattern.sub(hide, document)
+    if not isinstance(document, Mapping):
+        return document
+    return {key: pattern.sub(hide, value) if isinstance(value, str) else value for key, value in document.items()}
 
 
 def _replaced(pattern: re.Pattern[str], hide: Any, message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, CONVERSATION, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
-from exl_serve.request.rules import anything, boolean, integer
+from exl_serve.request.rules import anything, boolean, integer, one_of, string
 from exl_serve.stream.chunks import Chat, FunctionChat
 
 __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
@@ -44,9 +44,38 @@ CHAT: tuple[Field, ...] = (
         "true or false",
         meaning="go on with the last message instead of answering it",
     ),
+    Field(
+        "echo",
+        boolean,
+        "true or false",
+        meaning="the answer begins with the last message, where that is the assistant's",
+    ),
+    Field(
+        "add_special_tokens", boolean, "true or false", meaning="true: a BOS in front of what the chat template writes"
+    ),
+    Field(
+        "documents",
+        anything,
+        "a list of objects with texts, at most 1,024",
+        meaning="texts to answer from, for chat templates that take `documents`",
+    ),
+    Field(
+        "chat_template",
+        string(1 << 20),
+        "a Jinja template, if the server has `allow_request_templates`",
+        meaning="instead of the model's chat template",
+    ),
+    Field(
+        "reasoning_field",
+        one_of("reasoning_content", "reasoning", "both", "none"),
+        "`reasoning_content`, `reasoning`, `both`, `none`",
+        meaning="name of the answer's field with the reasoning; absent: the server's `reasoning_field`",
+    ),
+    Field("include_reasoning", boolean, "true or false", meaning="false: as `reasoning_field` none"),
 )
 """Fields of chat alone."""
 FIELDS = by_name(COMMON, SAMPLING, CONVERSATION, CHAT)
+MAX_DOCUMENTS = 1024
 RESERVED = frozenset(
     {
         *("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents", "chat_template"),
@@ -93,6 +122,8 @@ async def chat_completions(call: Call) -> None:
         logprobs,
         images,
         scored,
+        fields.get("truncate_prompt_tokens"),
+        fields.get("add_special_tokens", False),
     )
     prepared = await prepare(call, fields, asked)
     target = prepared.target
@@ -110,11 +141,32 @@ async def chat_completions(call: Call) -> None:
         continuous_usage=continuous,
         logprobs=logprobs is not None,
         return_ids=fields.get("return_token_ids", False),
-        reasoning_field=state.config.server.reasoning_field,
+        reasoning_field=_reasoning_field(fields, state.config.server.reasoning_field),
         prompt_logprobs=scored is not None,
         settings=settings_of(call, prepared.request),
+        tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
+        truncated=prepared.truncated,
     )
-    await serve(call, prepared.generation, answer, stream=fields.get("stream", False), images=images)
+    if fields.get("echo", False) and messages[-1]["role"] == "assistant":
+        answer.echo = str(messages[-1]["content"])
+    await serve(
+        call,
+        prepared.generation,
+        answer,
+        stream=fields.get("stream", False),
+        images=prepared.images,
+        interval=fields.get("stream_interval", 1),
+    )
+
+
+def _reasoning_field(fields: Mapping[str, Any], configured: str) -> str:
+    """Return the name of the answer's field with the reasoning. Raises ServeError 400."""
+    named: str | None = fields.get("reasoning_field")
+    if fields.get("include_reasoning", True):
+        return named or configured
+    if named not in (None, "none"):
+        raise ServeError.invalid(f"include_reasoning is false and reasoning_field is {named}", "include_reasoning")
+    return "none"
 
 
 def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
@@ -137,6 +189,16 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
     return top or 0
 
 
+def _documents(value: Any) -> list[dict[str, str]]:
+    """Return the documents, which have texts only. Raises ServeError 400."""
+    if not isinstance(value, list) or len(value) > MAX_DOCUMENTS:
+        raise ServeError.invalid(f"documents must be a list of at most {MAX_DOCUMENTS} objects", "documents")
+    for at, one in enumerate(value):
+        if not isinstance(one, dict) or not all(isinstance(text, str) for text in one.values()):
+            raise ServeError.invalid(f"documents[{at}] must be an object of texts, such as title and text", "documents")
+    return value
+
+
 def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the chat template. Raises ServeError 400."""
     given = fields.get("chat_template_kwargs", {})
@@ -151,6 +213,14 @@ def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("enable_thinking", "reasoning_effort"):
         if name in fields:
             found[name] = fields[name]
+    if "documents" in fields:
+        found["documents"] = _documents(fields["documents"])
+    if "chat_template" in fields:
+        if not call.state.config.server.allow_request_templates:
+            raise ServeError.unsupported(
+                "chat_template", "chat_template is off on this server: set server.allow_request_templates"
+            )
+        found["chat_template"] = fields["chat_template"]
     going_on = fields.get("continue_final_message", False)
     if going_on and fields.get("add_generation_prompt", False):
         raise ServeError.invalid(

@@ -11,6 +11,7 @@ from exl_serve.api.prepare import (
     Target,
     checked_ids,
     engine_request,
+    most_prompt_tokens,
     negative_ids_of,
     prompt_logprobs_of,
     read_request,
@@ -86,7 +87,9 @@ async def completions(call: Call) -> None:
             f"{limits.max_choices}",
             "n",
         )
-    prompts = await _prompts(given, fields, target)
+    prompts, truncated = _cut(await _prompts(given, fields, target), fields, target)
+    if truncated is not None:
+        call.headers["x-exl-truncated-tokens"] = str(truncated)
     text = target.handle.text
     seed, negative_ids = seed_of(call, fields), await negative_ids_of(target, fields)
     requests = [
@@ -110,7 +113,8 @@ async def completions(call: Call) -> None:
     family = OutputFamily(PLAIN, text.special, text.piece)
     shown = fields.get("skip_special_tokens", True) is False
     total = n * len(prompts)
-    machines = [family.machine(i, ChannelSettings(), call.id, show_special=shown) for i in range(total)]
+    settings = ChannelSettings(shows_stop=fields.get("include_stop_str_in_output", False))
+    machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(total)]
     head = {"id": answer_id("cmpl-"), "created": now(), "model": target.name, "system_fingerprint": target.fingerprint}
     answer = Completion(
         head,
@@ -123,13 +127,21 @@ async def completions(call: Call) -> None:
         prompts=len(prompts),
         prompt_logprobs="prompt_logprobs" in fields,
         settings=settings_of(call, requests[0]),
+        tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
+        truncated=truncated,
     )
     if not shown:
         answer.hidden = frozenset(text.special.values())
     if fields.get("echo", False):
         echoed = [await text.decode_long(prompt, special=shown) for prompt in prompts]
         answer.echo = [echoed[i // n] for i in range(total)]
-    await serve(call, Generation(target.engine, requests, machines), answer, stream=fields.get("stream", False))
+    await serve(
+        call,
+        Generation(target.engine, requests, machines),
+        answer,
+        stream=fields.get("stream", False),
+        interval=fields.get("stream_interval", 1),
+    )
 
 
 def _checked(call: Call, body: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
@@ -158,6 +170,22 @@ def _checked(call: Call, body: Mapping[str, Any], fields: Mapping[str, Any]) -> 
             f"prompt_logprobs is {asked} and logprobs with echo is {scored}: give one number", "prompt_logprobs"
         )
     return scored if asked is None else asked
+
+
+def _cut(prompts: list[list[int]], fields: Mapping[str, Any], target: Target) -> tuple[list[list[int]], int | None]:
+    """Return the prompts without the first tokens of those that are too long, and the number of tokens left out.
+
+    The latter is None where the request does not allow it. A BOS in front stays. Raises ServeError 400.
+    """
+    most = most_prompt_tokens(fields, target, fields.get("max_tokens", DEFAULT_MAX_TOKENS))
+    if most is None:
+        return prompts, None
+    front = target.handle.text.encode("", bos=True)
+    found = []
+    for ids in prompts:
+        kept = front if len(ids) > most > len(front) and ids[: len(front)] == front else []
+        found.append(ids if len(ids) <= most else kept + ids[len(ids) - most + len(kept) :])
+    return found, sum(map(len, prompts)) - sum(map(len, found))
 
 
 def _several(value: Any) -> list[Any]:

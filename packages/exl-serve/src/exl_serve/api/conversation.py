@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from exl_serve.api.generation import Generation
 from exl_serve.api.http import Call
-from exl_serve.api.prepare import Target, engine_request, negative_ids_of, resolve
+from exl_serve.api.prepare import Target, engine_request, most_prompt_tokens, negative_ids_of, resolve
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest
-from exl_serve.request.messages import ImagePart
+from exl_serve.request.messages import ImagePart, images_of
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 
 __all__ = ["Conversation", "Prepared", "prepare"]
@@ -38,15 +38,25 @@ class Conversation:
     #: in the order in which the messages have them
     images: Sequence[ImagePart] = ()
     prompt_logprobs: int | None = None
+    #: as the field `truncate_prompt_tokens`
+    truncate: int | None = None
+    #: a BOS comes in front of what the template writes
+    bos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversation that is ready to run: the model, the engine request, and the generation."""
+    """A conversation that is ready to run: the model, the engine request, and the generation.
+
+    `truncated`: tokens of the messages that were left out; None where the request does not allow that. `images`: those
+    of the messages that are left.
+    """
 
     target: Target
     request: EngineRequest
     generation: Generation
+    images: Sequence[ImagePart] = ()
+    truncated: int | None = None
 
 
 async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) -> Prepared:
@@ -60,7 +70,8 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         param = asked.images[0].param
         raise ServeError.invalid(f"{param}: the model {target.name} takes no images", param, "unsupported_modality")
     plain = asked.tools if asked.choice != "none" else None
-    prompt, ids = await text.render(asked.messages, plain, asked.variables)
+    rendered = await _rendered(call, fields, asked, target, plain)
+    prompt, ids = rendered.prompt, rendered.ids
     settings = ChannelSettings(
         tools=asked.specs if asked.choice != "none" else (),
         tool_choice=asked.choice,
@@ -68,6 +79,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
         formatted=asked.wanted is not None and asked.choice == "auto",
         contents=() if asked.wanted is None or asked.wanted.kind != "choice" else json.loads(asked.wanted.source),
+        shows_stop=fields.get("include_stop_str_in_output", False),
     )
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields and not family.forces_call(settings):
@@ -90,4 +102,73 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     )
     shown = fields.get("skip_special_tokens", True) is False
     machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(asked.n)]
-    return Prepared(target, request, Generation(target.engine, [request], machines))
+    generation = Generation(target.engine, [request], machines)
+    return Prepared(target, request, generation, rendered.images, rendered.truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    prompt: str
+    ids: list[int]
+    images: Sequence[ImagePart]
+    truncated: int | None = None
+
+
+async def _rendered(
+    call: Call, fields: Mapping[str, Any], asked: Conversation, target: Target, tools: list[dict[str, Any]] | None
+) -> _Rendered:
+    """Render the conversation; where the request allows it, without the oldest messages of one that is too long.
+
+    Raises ServeError 400.
+    """
+    text = target.handle.text
+    front = text.encode("", bos=True) if asked.bos else []
+
+    async def render(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        prompt, ids = await text.render(messages, tools, asked.variables)
+        return prompt, [*front, *ids]
+
+    prompt, ids = await render(asked.messages)
+    new = asked.max_tokens if asked.max_tokens is not None else call.state.config.server.default_max_tokens
+    most = most_prompt_tokens({"truncate_prompt_tokens": asked.truncate}, target, new)
+    if most is None:
+        return _Rendered(prompt, ids, asked.images)
+    best = _Rendered(prompt, ids, asked.images, 0)
+    if len(ids) > most:
+        best = await _shortened(asked, most, len(ids), render)
+    call.headers["x-exl-truncated-tokens"] = str(best.truncated)
+    return best
+
+
+async def _shortened(
+    asked: Conversation,
+    most: int,
+    whole: int,
+    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[str, list[int]]]],
+) -> _Rendered:
+    """Return the conversation without as few of its oldest turns as make it fit. System messages in front stay.
+
+    A turn begins with a message of the user, so that no call loses its result. Raises ServeError 400.
+    """
+    messages = asked.messages
+    first = next((at for at, one in enumerate(messages) if one["role"] != "system"), 0)
+    starts = [at for at, one in enumerate(messages) if at > first and one["role"] == "user"]
+    best: _Rendered | None = None
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        gone = messages[first : starts[middle]]
+        prompt, ids = await render([*messages[:first], *messages[starts[middle] :]])
+        if len(ids) <= most:
+            best = _Rendered(prompt, ids, asked.images[sum(map(images_of, gone)) :], whole - len(ids))
+            high = middle
+        else:
+            low = middle + 1
+    if best is None:
+        raise ServeError.invalid(
+            f"the prompt has {whole} tokens, and its last turn alone more than the {most} that may be kept: shorten "
+            "the last message of the user",
+            "messages",
+            "context_length_exceeded",
+        )
+    return best

@@ -157,8 +157,12 @@ async def serve(
     stream: bool,
     extra: Callable[[Answer], dict[str, Any]] | None = None,
     images: Sequence[ImagePart] = (),
+    interval: int = 1,
 ) -> None:
-    """Run a generation and write its answer. Raises ServeError before anything was written."""
+    """Run a generation and write its answer, each event of a stream with at least `interval` tokens.
+
+    Raises ServeError before anything was written.
+    """
     ticket = call.state.admit(call.caller, len(answer.choices))
     if ticket is not None:
         call.headers |= ticket.headers
@@ -174,7 +178,7 @@ async def serve(
         else:
             await generation.submit()
         if stream:
-            await _stream(call, generation, answer)
+            await _stream(call, generation, answer, interval)
         else:
             await _whole(call, generation, answer, extra)
     except ServeError as error:
@@ -206,7 +210,7 @@ async def _whole(
     await call.answer(200, value)
 
 
-async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
+async def _stream(call: Call, generation: Generation, answer: Answer, interval: int) -> None:
     server = call.state.config.server
     events = await generation.mailbox.take(server.first_byte_seconds)
     if generation.is_cancelled():
@@ -216,7 +220,7 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
         raise answer.error
     await call.start(200, SSE_HEADERS)
     with _Writing() as writing:
-        await _pieces(call, generation, answer, writing, events, chunks)
+        await _pieces(call, generation, answer, writing, events, chunks, interval)
     if writing.stalled:
         call.state.meter.count("exl_stalled_streams_total")
         generation.cancel()
@@ -229,6 +233,7 @@ async def _pieces(
     writing: _Writing,
     events: list[AnswerEvent],
     chunks: list[dict[str, Any]],
+    interval: int,
 ) -> None:
     """Write these chunks of the answer, of these events, then those of further events to the answer's end."""
     server = call.state.config.server
@@ -244,6 +249,8 @@ async def _pieces(
             writing.begin()
             await call.write(data or b": ping\n\n", more=True)
             writing.end()
+            if data and interval > 1:  # the first token does not wait for others
+                generation.mailbox.interval = interval * max(1, answer.unfinished)
         generation.mailbox.written()
         events = await generation.mailbox.take(server.ping_seconds)
         if generation.is_cancelled():

@@ -23,6 +23,7 @@ __all__ = [
     "Target",
     "checked_ids",
     "engine_request",
+    "most_prompt_tokens",
     "prompt_logprobs_of",
     "read_request",
     "resolve",
@@ -31,6 +32,8 @@ __all__ = [
     "stream_options",
 ]
 
+ANSWER_SHARE = 4
+"""An answer without a limit keeps one part of so many of the context when the prompt is cut."""
 MANY_IDS = 4096
 """The ids of longer lists are checked in another thread."""
 
@@ -143,6 +146,29 @@ async def checked_ids(value: Any, size: int, name: str, wanted: str) -> list[int
     else:
         check()
     return list(value)
+
+
+def most_prompt_tokens(fields: Mapping[str, Any], target: Target, new: int | None) -> int | None:
+    """Return the most tokens that the prompt may keep; None where a longer one is not to be cut.
+
+    `new`: the tokens of the answer, None for any number. Raises ServeError 400.
+    """
+    most: int | None = fields.get("truncate_prompt_tokens")
+    if most is None:
+        return None
+    name, context = "truncate_prompt_tokens", target.engine.card.max_seq_len
+    if most == 0:
+        raise ServeError.invalid(f"{name} is 0; it must be -1, or at least 1", name)
+    if most > 0:
+        return most
+    room = context - (max(1, context // ANSWER_SHARE) if new is None else new)
+    if room < 1:
+        raise ServeError.invalid(
+            f"{new} tokens are asked for, which leave none of the context of {context} tokens for the prompt",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return room
 
 
 async def negative_ids_of(target: Target, fields: Mapping[str, Any]) -> list[int] | None:

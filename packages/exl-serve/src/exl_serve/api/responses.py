@@ -35,7 +35,14 @@ async def responses(call: Call) -> None:
         raise _renamed(error) from None
     head = _head(fields, asked, conversation.choice, prepared.request.sampling) | {"model": prepared.target.name}
     answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
-    await serve(call, prepared.generation, answer, stream=fields.get("stream", False), images=conversation.images)
+    await serve(
+        call,
+        prepared.generation,
+        answer,
+        stream=fields.get("stream", False),
+        images=prepared.images,
+        interval=fields.get("stream_interval", 1),
+    )
 
 
 async def input_tokens(call: Call) -> None:
@@ -83,6 +90,7 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
         1,
         asked.logprobs,
         asked.images,
+        truncate=-1 if fields.get("truncation") == "auto" else None,
     )
     return fields, asked, conversation
 
@@ -118,7 +126,7 @@ def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampli
         "tools": [_tool(one) for one in fields.get("tools", [])],
         "top_logprobs": asked.logprobs or 0,
         "top_p": sampling.top_p or 1.0,
-        "truncation": "disabled",
+        "truncation": fields.get("truncation", "disabled"),
         "user": fields.get("user"),
         "metadata": fields.get("metadata", {}),
     }

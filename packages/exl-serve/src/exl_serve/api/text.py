@@ -79,7 +79,7 @@ class FolderText:
         options: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
         """Render a conversation as a prompt; returns (text, ids). Raises ServeError 400."""
-        if self.template is None:
+        if self.template is None and "chat_template" not in options:
             raise ServeError.invalid(
                 "this model has no chat template: use /v1/completions, or name one in the server's configuration",
                 "messages",
@@ -88,7 +88,11 @@ class FolderText:
         values = dict(options)
         parse = bool(values.pop("parse_special_in_content", False))
         if self._template is not None:
-            values["chat_template"] = self._template
+            values.setdefault("chat_template", self._template)
+        if values.get("documents") and "documents" not in (values.get("chat_template") or self.template or ""):
+            raise ServeError.unsupported(
+                "documents", "this model's chat template takes no documents: put their texts in a message"
+            )
 
         def work() -> tuple[str, list[int]]:
             return conversation_ids(self._tokenizer, messages, parse_special=parse, tools=tools, **values)

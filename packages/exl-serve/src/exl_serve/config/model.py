@@ -95,6 +95,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     no_auth: bool = False
     #: accept `prompt_logprobs`, which computes a prompt without the prefix cache
     allow_prompt_logprobs: bool = False
+    #: accept `chat_template` in requests: a template of a client runs in the sandbox of the model's own
+    allow_request_templates: bool = False
     #: `max_tokens` of a chat or response that names none; none: what the context leaves
     default_max_tokens: int | None = None
     #: name of the field with the reasoning in chat answers

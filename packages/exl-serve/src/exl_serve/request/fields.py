@@ -185,6 +185,12 @@ COMMON: tuple[Field, ...] = (
         ("stop_sequence",),
         meaning="the answer ends before the first of them",
     ),
+    Field(
+        "include_stop_str_in_output",
+        boolean,
+        "true or false",
+        meaning="the text of `stop` that ended the answer is its last part",
+    ),
     Field("stop_token_ids", ids(256), "at most 256", meaning="the answer ends at the first of these ids"),
     Field(
         "min_tokens",
@@ -256,6 +262,25 @@ COMMON: tuple[Field, ...] = (
     Field("prompt_cache_key", string(512), "a text", meaning="not used: all prompts share the cache, see `cache_salt`"),
     Field("metadata", anything, "anything", meaning="not used"),
     Field("return_token_ids", boolean, "true or false", meaning="the ids of prompt and answer are in the answer"),
+    Field(
+        "return_tokens_as_token_ids",
+        boolean,
+        "true or false",
+        meaning="log-probabilities name a token `token_id:ID` instead of by its text",
+    ),
+    Field(
+        "stream_interval",
+        integer(1, 1024),
+        "1 to 1,024",
+        meaning="tokens of an event of the stream, at least; the first and the last event may have fewer",
+    ),
+    Field(
+        "truncate_prompt_tokens",
+        integer(-1, 1 << 24),
+        "tokens; -1: what the context leaves",
+        meaning="of a longer prompt the oldest messages (chat) or first tokens are left out; the header "
+        "x-exl-truncated-tokens counts them",
+    ),
 )
 """Fields of chat and text completions alike."""
 
@@ -303,6 +328,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
     "truncate_prompt_tokens": (None,),
+    "return_tokens_as_token_ids": (None, False),
     "speculative_ngram": (None, False),
     "logits_processors": (None, []),
     "chat_template": (None,),
@@ -320,9 +346,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "logprob_token_ids": (None,),
     "return_prompt_text": (None, False),
-    "include_stop_str_in_output": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "stream_interval": (None, 1),
     "reasoning_field": (None,),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),

@@ -13,7 +13,7 @@ from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_n
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
-from exl_serve.request.rules import anything, integer, string
+from exl_serve.request.rules import anything, integer, one_of, string
 
 __all__ = [
     "FIELDS",
@@ -37,6 +37,13 @@ RESPONSE: tuple[Field, ...] = (
     Field("instructions", string(1 << 20), "a text", meaning="the system message"),
     Field("text", anything, "`format`: `text`, `json_object` or `json_schema`", meaning="the form of the answer"),
     Field("reasoning", anything, "`effort`", meaning="a variable of the chat template"),
+    Field(
+        "truncation",
+        one_of("disabled", "auto"),
+        "`disabled`, `auto`",
+        meaning="auto: of a conversation that is too long the oldest messages are left out; the header "
+        "x-exl-truncated-tokens counts their tokens",
+    ),
     Field("include", anything, "`message.output_text.logprobs`", meaning="what else the answer holds"),
     Field(
         "top_logprobs",
@@ -46,7 +53,12 @@ RESPONSE: tuple[Field, ...] = (
     ),
 )
 """Fields of responses alone."""
-OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
+OF_CHAT = frozenset(
+    {
+        *("n", "response_format", "stream_options", "return_token_ids", "return_tokens_as_token_ids"),
+        "truncate_prompt_tokens",
+    }
+)
 """Fields of chat that responses do not have."""
 FIELDS = by_name(tuple(one for one in COMMON if one.name not in OF_CHAT), SAMPLING, CONVERSATION, RESPONSE)
 
@@ -55,11 +67,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "prompt": (None,),
     "background": (None, False),
-    "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
     "context_management": (None,),
 }
-"""Fields that are not offered, with the values that change nothing: nothing is kept, cut or run in the background."""
+"""Fields that are not offered, with the values that change nothing: nothing is kept or run in the background."""
 OWN = frozenset({"input", "stream_options", *NEUTRAL})
 """Fields that this module reads."""
 LOGPROBS = "message.output_text.logprobs"

@@ -171,6 +171,7 @@ class ChannelReader:
     ) -> None:
         self._family, self._choice, self._id = family, choice, request_id
         self._show_special = show_special
+        self._shows_stop = settings.shows_stop
         form = self._form = family.form
         tools = bool(settings.tools) and settings.tool_choice != "none" and form.call is not None
         self._tools = tools
@@ -203,7 +204,10 @@ class ChannelReader:
         if isinstance(event, Finished):
             read = self._end_of_alike()
             ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
-            return [*read, *ended, *self._release(keep=True), self._finish(event)]
+            left = self._release(keep=True)
+            if self._shows_stop and event.reason == "stop_string" and self._mode != "call":
+                left += self._say(str(event.stop))
+            return [*read, *ended, *left, self._finish(event)]
         if isinstance(event, Failed):
             # Text that is held back may be the begin of a call: shown as text, it would be none of the whole answer.
             return [Error(self._choice, event.status, event.type, event.code, event.message, event.usage)]

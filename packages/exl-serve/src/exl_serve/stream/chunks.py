@@ -72,6 +72,8 @@ class Answer:
         prompts: int = 1,
         prompt_logprobs: bool = False,
         settings: Mapping[str, Any] | None = None,
+        tokens_as_ids: bool = False,
+        truncated: int | None = None,
     ) -> None:
         #: id, created, model, system_fingerprint
         self.head = dict(head)
@@ -82,6 +84,9 @@ class Answer:
         self._shows_prompt = prompt_logprobs
         #: what the answer's field `exl` says of the request; None leaves it out
         self._settings = settings
+        self._tokens_as_ids = tokens_as_ids
+        #: tokens of the prompts that were left out; None where the request does not allow that
+        self._truncated = truncated
         self._reasoning_field = reasoning_field
         self.error: ServeError | None = None
         #: choices without a finish
@@ -102,6 +107,11 @@ class Answer:
     def finished(self) -> bool:
         """Whether every choice has ended, or one has failed."""
         return not self._unfinished or self.error is not None
+
+    @property
+    def unfinished(self) -> int:
+        """Number of choices that have not ended."""
+        return self._unfinished
 
     def line(self, chunk: dict[str, Any]) -> bytes:
         """Return a chunk as one event of a stream."""
@@ -168,13 +178,17 @@ class Answer:
         return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()} | self._debug()
 
     def _debug(self) -> dict[str, Any]:
-        """Return the field `exl` for a client that asks for it: settings and seconds."""
+        """Return the field `exl` for a client that asks for it: settings and seconds, or tokens that were left out."""
+        cut = {} if self._truncated is None else {"truncated_tokens": self._truncated}
         if self._settings is None:
-            return {}
+            return {"exl": cut} if cut else {}
         drafts = {
             name: sum(getattr(one, name) for one in self.usages) for name in ("drafts_accepted", "drafts_rejected")
         }
-        return {"exl": {"settings": dict(self._settings), "timings": self.timings() | drafts}}
+        timings = self.timings() | drafts
+        seconds = timings["generate_seconds"]
+        timings["tokens_per_second"] = self.usage()["completion_tokens"] / seconds if seconds else 0.0
+        return {"exl": {"settings": dict(self._settings), "timings": timings, **cut}}
 
     def _scored(self, prompt: int) -> list[dict[str, Any] | None]:
         """Return the log-probabilities of a prompt's tokens as vLLM shows them; null for the first one."""
@@ -209,6 +223,10 @@ class Answer:
             name: max((getattr(usage, name) for usage in usages), default=0.0)
             for name in ("queue_seconds", "prefill_seconds", "generate_seconds")
         }
+
+    def _token(self, token: int) -> str:
+        """Return how log-probabilities name a token."""
+        return f"token_id:{token}" if self._tokens_as_ids else self._text.piece(token).decode("utf-8", "replace")
 
     # ---- of the two shapes -----------------------------------------------------------------------------------------
 
@@ -245,18 +263,21 @@ class Answer:
 
 
 class Chat(Answer):
-    """The shape of /v1/chat/completions."""
+    """The shape of /v1/chat/completions. `echo`: the text that each choice's content begins with."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    echo = ""
 
     def whole(self) -> dict[str, Any]:
         """Return the answer without a stream. Raises ServeError where a choice has failed."""
         return super().whole() | ({"prompt_logprobs": self._scored(0)} if self._shows_prompt else {})
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})]
+        deltas = [{"role": "assistant", "content": ""}, *([{"content": self.echo}] if self.echo else [])]
+        return [
+            self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) for delta in deltas
+        ]
 
     def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
@@ -302,7 +323,7 @@ class Chat(Answer):
         return [self._chunk(piece, len(ids))]
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.text)
+        text = self.echo + "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not choice.calls else None}
         reasoning = "".join(choice.reasoning)
         if reasoning:
@@ -334,7 +355,7 @@ class Chat(Answer):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._text.piece(token)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+        return {"token": self._token(token), "logprob": logprob, "bytes": list(piece)}
 
 
 class FunctionChat(Chat):
@@ -443,10 +464,10 @@ class Completion(Answer):
         """Return the log-probabilities in the old shape: parallel lists; offsets count characters of the text."""
         shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            text = self._text.piece(one.id).decode("utf-8", "replace")
+            text = self._token(one.id)
             shape["tokens"].append(text)
             shape["token_logprobs"].append(one.logprob)
-            top = {self._text.piece(i).decode("utf-8", "replace"): p for i, p in one.top}
+            top = {self._token(i): p for i, p in one.top}
             # The sampled token is among them, as in OpenAI's API.
             shape["top_logprobs"].append({**top, text: one.logprob} if top else None)
             shape["text_offset"].append(places.take(self._piece_of(one.id)))

@@ -38,6 +38,8 @@ class ChannelSettings:
     formatted: bool = False
     #: the contents that a choice allows beside calls: one of them may begin as a call does
     contents: Sequence[str] = ()
+    #: whether the stop string that ends the answer is part of its text
+    shows_stop: bool = False
 
 
 class ChannelMachine(Protocol):

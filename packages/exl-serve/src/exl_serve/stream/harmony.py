@@ -79,6 +79,7 @@ class HarmonyMachine:
         self._choice, self._id = choice, request_id
         self._tools = bool(settings.tools) and settings.tool_choice != "none"
         self._reasoning = settings.reasoning
+        self._shows_stop = settings.shows_stop
         self._special = special
         self._by_id = {special[one]: one for one in MARKERS if one in special}
         self._as_text = tuple(one for one in MARKERS if one not in special)
@@ -100,7 +101,10 @@ class HarmonyMachine:
             reason: Literal["stop", "length", "tool_calls"]
             reason = "length" if event.reason == "length" else "tool_calls" if self._closed else "stop"
             stop = event.stop if event.reason == "stop_string" else None
-            last, left = self._last(), self._mode == "content"
+            last = self._last()
+            if self._shows_stop and event.reason == "stop_string" and self._mode in ("content", "reasoning"):
+                last += self._say(str(event.stop))
+            left = self._mode == "content"
             ids, logprobs = (tuple(self._ids), tuple(self._logprobs)) if left else ((), ())
             return [*last, Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs)]
         if isinstance(event, Failed):  # text that is held back may be the begin of a marker

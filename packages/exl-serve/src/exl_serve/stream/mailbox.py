@@ -23,6 +23,12 @@ class Mailbox:
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
         self._events: list[AnswerEvent] = []
+        #: a `take` waits for pieces of so many tokens, or for another event
+        self.interval = 1
+        #: of the waiting pieces
+        self._tokens = 0
+        #: there is enough for a `take`
+        self._enough = False
         #: of a `take` that waits
         self._waiter: asyncio.Future[None] | None = None
         self._pause, self._resume = pause, resume
@@ -39,17 +45,22 @@ class Mailbox:
         events = self._events
         if isinstance(event, Piece):
             self.size += len(event.text)
-            last = events[-1] if events else None
+            at = -1 if self.interval == 1 else _last_of(events, event.choice)
+            last = events[at] if events else None
             if type(last) is type(event) and isinstance(last, Piece) and _joins(last, event):
-                events[-1] = _joined(last, event)
+                events[at] = _joined(last, event)
             else:
                 events.append(event)
+            if self.interval > 1:
+                self._tokens += 1 if isinstance(event, ToolArgs) else max(1, len(event.ids))
             if self.size > HIGH_WATER and not self._paused and self._pause is not None:
                 self._paused = True
                 self._pause()
+            self._enough = self._enough or self._tokens >= self.interval or self.interval == 1 or self._paused
         else:
             events.append(event)
-        if self._waiter is not None:
+            self._enough = True
+        if self._waiter is not None and self._enough:
             self._wake()
 
     def close(self) -> None:
@@ -70,7 +81,7 @@ class Mailbox:
 
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
         """Return all waiting events; an empty list after `seconds`, or once closed."""
-        if not self._events and not self.closed:
+        if not self._enough and not self.closed:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             if seconds is not None:
@@ -80,7 +91,8 @@ class Mailbox:
             finally:
                 self._waiter, self._deadline = None, math.inf
         events, self._events = self._events, []
-        self.size = 0
+        self.size = self._tokens = 0
+        self._enough = False
         return [] if self.closed else events
 
     def _wake(self) -> None:
@@ -113,6 +125,11 @@ class Mailbox:
         if self._paused and self.size < LOW_WATER and self._resume is not None:
             self._paused = False
             self._resume()
+
+
+def _last_of(events: list[AnswerEvent], choice: int) -> int:
+    """Return the place of a choice's last event; -1 where it has none."""
+    return next((at for at in range(len(events) - 1, -1, -1) if events[at].choice == choice), -1)
 
 
 def _joins(last: Piece, event: Piece) -> bool:

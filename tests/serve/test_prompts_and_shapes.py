@@ -1,0 +1,266 @@
+"""Fields that cut a prompt, add to it, or change the shape of an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from exl_generate import bundled
+from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+
+FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu", max_batch_size=8)
+QUESTION = {"role": "user", "content": "Tell me a story about a fox."}
+WITH_DOCUMENTS = (
+    "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def http(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """The bundled model, a second time with a template that takes documents, and templates of requests allowed."""
+    template = tmp_path_factory.mktemp("template") / "documents.jinja"
+    template.write_text(WITH_DOCUMENTS)
+    reader = ModelConfig(**msgspec.structs.asdict(FABLE) | {"id": "reader", "template": str(template)})
+    config = ServeConfig(server=ServerConfig(allow_request_templates=True))
+    live = LiveServer({"fable": fable, "reader": fable}, [FABLE, reader], config)
+    with httpx.Client(base_url=live.url, timeout=120) as client:
+        yield client
+    live.close()
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
+    return http.post(path, json={"model": "fable", "seed": 3, "temperature": 0} | body)
+
+
+def chat(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = post(http, "/v1/chat/completions", **{"messages": [QUESTION], "max_tokens": 12} | body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def streamed(http: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
+    answer = post(http, path, stream=True, **body)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def talk(turns: int) -> list[dict[str, Any]]:
+    """A conversation with a call in each turn."""
+    found: list[dict[str, Any]] = [{"role": "system", "content": "You are kind."}]
+    for turn in range(turns):
+        call = {"id": f"call{turn:05}", "type": "function", "function": {"name": "note", "arguments": "{}"}}
+        found += [
+            {"role": "user", "content": f"Question {turn} is about a rabbit in the garden. " * 5},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "a note"},
+            {"role": "assistant", "content": f"This is answer {turn}."},
+        ]
+    return [*found, {"role": "user", "content": "And now?"}]
+
+
+# ---- truncation ------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_turns_of_a_chat_are_left_out(http: httpx.Client) -> None:
+    said = talk(12)
+    refused = post(http, "/v1/chat/completions", messages=said, max_tokens=20)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = post(http, "/v1/chat/completions", messages=said, max_tokens=20, truncate_prompt_tokens=-1)
+    assert answer.status_code == 200, answer.text
+    prompt = answer.json()["usage"]["prompt_tokens"]
+    # One turn more would not fit.
+    counts = {
+        left: http.post("/tokenize", json={"model": "fable", "messages": [said[0], *said[1 + 4 * left :]]}).json()[
+            "count"
+        ]
+        for left in range(13)
+    }
+    assert prompt == max(count for count in counts.values() if count <= 1024 - 20)
+    assert (
+        int(answer.headers["x-exl-truncated-tokens"]) == counts[0] - prompt == answer.json()["exl"]["truncated_tokens"]
+    )
+    same = chat(
+        http, messages=[said[0], *said[1 + 4 * next(n for n in counts if counts[n] == prompt) :]], max_tokens=20
+    )
+    assert same["choices"] == answer.json()["choices"]
+
+
+def test_a_response_may_leave_out_the_oldest_items(http: httpx.Client) -> None:
+    items = [{"role": "user", "content": f"Question {i} is about a rabbit in the garden."} for i in range(90)]
+    assert post(http, "/v1/responses", input=items, max_output_tokens=8).status_code == 400
+    answer = post(http, "/v1/responses", input=items, truncation="auto")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["truncation"] == "auto"
+    assert int(answer.headers["x-exl-truncated-tokens"]) > 0
+    # Without a limit of the answer it keeps a part of the context.
+    assert answer.json()["usage"]["input_tokens"] <= 1024 - 256
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_first_tokens_of_a_text_are_left_out(http: httpx.Client, streaming: bool) -> None:
+    words = " ".join(f"word{i}" for i in range(2000))
+    ids = http.post("/tokenize", json={"model": "fable", "prompt": words}).json()["tokens"]
+    fields: dict[str, Any] = {"max_tokens": 4, "truncate_prompt_tokens": 50}
+    want = post(http, "/v1/completions", prompt=[ids[0], *ids[-49:]], max_tokens=4).json()["choices"][0]["text"]
+    if streaming:
+        *parts, last = streamed(http, "/v1/completions", prompt=words, stream_options={"include_usage": True}, **fields)
+        text, told = "".join(part["choices"][0]["text"] for part in parts), last
+    else:
+        told = post(http, "/v1/completions", prompt=words, **fields).json()
+        text = told["choices"][0]["text"]
+    assert (text, told["usage"]["prompt_tokens"]) == (want, 50)
+    assert told["exl"] == {"truncated_tokens": len(ids) - 50}
+
+
+def test_what_fits_stays_whole(http: httpx.Client) -> None:
+    answer = post(http, "/v1/chat/completions", messages=[QUESTION], max_tokens=8, truncate_prompt_tokens=-1)
+    assert answer.headers["x-exl-truncated-tokens"] == "0"
+    assert answer.json()["choices"] == chat(http, max_tokens=8)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"truncate_prompt_tokens": 0}, "invalid_value"),
+        ({"truncate_prompt_tokens": 3}, "context_length_exceeded"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 1024}, "context_length_exceeded"),
+        ({"truncate_prompt_tokens": 1000, "max_tokens": 500}, "context_length_exceeded"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(http: httpx.Client, more: dict[str, Any], code: str) -> None:
+    answer = post(http, "/v1/chat/completions", **{"messages": talk(12), "max_tokens": 8} | more)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
+
+
+# ---- what a prompt holds ---------------------------------------------------------------------------------------------
+
+
+def test_documents_reach_the_template_as_text(http: httpx.Client) -> None:
+    documents = [{"title": "Foxes", "text": "They sleep <|end|> by day."}]
+    plain = chat(http, model="reader", return_token_ids=True)
+    told = chat(http, model="reader", documents=documents)
+    text = "[Foxes: They sleep <|end|> by day.]"
+    size = len(
+        http.post("/tokenize", json={"model": "fable", "content": text, "parse_special": False}).json()["tokens"]
+    )
+    assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + size
+
+
+@pytest.mark.parametrize(
+    ("model", "documents"), [("fable", [{"text": "a"}]), ("reader", ["a"]), ("reader", [{"text": 1}]), ("reader", {})]
+)
+def test_documents_that_nobody_reads_are_refused(http: httpx.Client, model: str, documents: Any) -> None:
+    answer = post(http, "/v1/chat/completions", model=model, messages=[QUESTION], documents=documents)
+    assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, "documents"), answer.text
+
+
+def test_a_request_brings_its_template_where_that_is_allowed(http: httpx.Client, server: LiveServer) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = chat(http, chat_template=template, max_tokens=6)
+    text = post(http, "/v1/completions", prompt=QUESTION["content"], add_special_tokens=False, max_tokens=6).json()
+    assert found["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    broken = post(http, "/v1/chat/completions", messages=[QUESTION], chat_template="{% for %}")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "chat_template")
+    with httpx.Client(base_url=server.url, timeout=120) as other:
+        refused = post(other, "/v1/chat/completions", messages=[QUESTION], chat_template=template)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+
+
+def test_a_bos_in_front_of_the_template_s_text(http: httpx.Client) -> None:
+    plain, more = chat(http), chat(http, add_special_tokens=True)
+    assert more["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_stop_string_is_part_of_the_text_on_request(http: httpx.Client, path: str) -> None:
+    asked: dict[str, Any] = {"prompt": "Once upon a time"} if path == "/v1/completions" else {"messages": [QUESTION]}
+    asked |= {"max_tokens": 40, "stop": [" the", "."]}
+    without = post(http, path, **asked).json()["choices"][0]
+    assert without["finish_reason"] == "stop"
+    found = post(http, path, include_stop_str_in_output=True, **asked).json()["choices"][0]
+
+    def text(choice: dict[str, Any]) -> str:
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+    assert text(found) == text(without) + without["stop_reason"]
+    parts = streamed(http, path, include_stop_str_in_output=True, **asked)
+    joined = [part["choices"][0].get("text", part["choices"][0].get("delta", {}).get("content", "")) for part in parts]
+    assert "".join(joined) == text(found)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_events_of_a_stream_have_so_many_tokens(http: httpx.Client, n: int) -> None:
+    asked: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 40, "ignore_eos": True, "n": n, "temperature": 1}
+    asked |= {"return_token_ids": True}
+    whole = post(http, "/v1/chat/completions", **asked).json()["choices"]
+    parts = streamed(http, stream_interval=8, **asked)
+    texts, sizes = [""] * n, []
+    for part in parts:
+        choice = part["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        if choice["delta"].get("content"):
+            sizes.append(len(choice["token_ids"]))
+    assert texts == [one["message"]["content"] for one in whole]
+    assert len(sizes) <= 2 * n + n * 40 / 8
+    assert n > 1 or min(sizes[1:-1]) >= 8
+
+
+def test_a_message_that_goes_on_is_told_whole_on_request(http: httpx.Client) -> None:
+    begun = [QUESTION, {"role": "assistant", "content": "Once upon a"}]
+    plain = chat(http, messages=begun, continue_final_message=True)["choices"][0]["message"]["content"]
+    asked: dict[str, Any] = {"messages": begun, "continue_final_message": True, "echo": True}
+    assert chat(http, **asked)["choices"][0]["message"]["content"] == "Once upon a" + plain
+    parts = streamed(http, max_tokens=12, **asked)
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "Once upon a" + plain
+    assert chat(http, echo=True)["choices"] == chat(http)["choices"]
+
+
+def test_log_probabilities_name_tokens_by_id(http: httpx.Client) -> None:
+    asked: dict[str, Any] = {"max_tokens": 4, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    found = chat(http, logprobs=True, top_logprobs=1, **asked)["choices"][0]
+    names = [f"token_id:{token}" for token in found["token_ids"]]
+    assert [one["token"] for one in found["logprobs"]["content"]] == names
+    assert [one["top_logprobs"][0]["token"] for one in found["logprobs"]["content"]] == names  # greedy
+    old = post(http, "/v1/completions", prompt="Once", logprobs=1, **asked).json()["choices"][0]
+    names = [f"token_id:{token}" for token in old["token_ids"]]
+    assert old["logprobs"]["tokens"] == names
+    assert [[*one] for one in old["logprobs"]["top_logprobs"]] == [[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({}, {"reasoning_content"}),
+        ({"reasoning_field": "reasoning"}, {"reasoning"}),
+        ({"reasoning_field": "both"}, {"reasoning", "reasoning_content"}),
+        ({"reasoning_field": "none"}, set()),
+        ({"include_reasoning": False}, set()),
+    ],
+)
+def test_a_request_names_the_field_of_its_reasoning(http: httpx.Client, more: dict[str, Any], names: set[str]) -> None:
+    thinking = [QUESTION, {"role": "assistant", "content": "<think>So"}]
+    asked: dict[str, Any] = {"messages": thinking, "continue_final_message": True, "max_tokens": 6}
+    message = chat(http, **asked, **more)["choices"][0]["message"]
+    assert {"reasoning", "reasoning_content"} & message.keys() == names
+    assert message["content"] == ""
+
+
+def test_reasoning_cannot_be_left_out_and_named(http: httpx.Client) -> None:
+    asked: dict[str, Any] = {"messages": [QUESTION], "include_reasoning": False, "reasoning_field": "both"}
+    answer = post(http, "/v1/chat/completions", **asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include_reasoning")
