@@ -12,7 +12,7 @@ from preloaded import run
 
 from exl_serve.api.keys import read_keys
 from exl_serve.engine.failures import BY_CODE
-from exl_serve.super.registry import COUNTERS, GAUGES, HISTOGRAMS
+from exl_serve.super.registry import COUNTERS, GAUGES, HISTOGRAMS, SPREADS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "serving" / "operating.md").read_text(encoding="utf-8")
@@ -56,6 +56,10 @@ def test_every_metric_is_in_the_table() -> None:
             assert told[name][1] == kind
             assert re.findall(r"`(\w+)`", told[name][3]) == list(labels)
             assert (other or "") in told[name][4]
+    for name, (_, labels, others) in SPREADS.items():
+        assert told[name][1] == "histogram"
+        assert re.findall(r"`(\w+)`", told[name][3]) == list(labels)
+        assert re.findall(r"`([\w:]+)`", told[name][4]) == list(others)
 
 
 def test_every_deployment_file_is_named() -> None:

@@ -28,9 +28,17 @@ def test_it_serves_restarts_what_dies_and_nothing_outlives_it(served: Callable[.
         'exl_request_generation_tokens_bucket{le="5.0",model_name="fable-10m"} 1.0',
         'exl_request_generation_tokens_bucket{le="2.0",model_name="fable-10m"} 0.0',
         'exl_model_state{model_name="fable-10m",state="ready"} 1.0',
+        'exl_inter_token_seconds_count{model_name="fable-10m"} 3.0',
+        'vllm:time_per_output_token_seconds_count{model_name="fable-10m"} 3.0',
+        'vllm:request_inference_time_seconds_count{model_name="fable-10m"} 1.0',
+        'exl_tokenize_seconds_count{model_name="fable-10m"} 1.0',
         "exl_ready 1.0",
     }
-    until(lambda: measured <= set(httpx.get(f"{server.url}/metrics", timeout=SECONDS).text.splitlines()))
+
+    def metrics() -> str:
+        return httpx.get(f"{server.url}/metrics", timeout=SECONDS).text
+
+    until(lambda: measured <= set(metrics().splitlines()), metrics)
     engine, worker = server.children("exl_serve.engine"), server.children("exl_serve.api")
     assert (len(engine), len(worker)) == (1, 1)
 
@@ -57,6 +65,7 @@ def test_it_serves_restarts_what_dies_and_nothing_outlives_it(served: Callable[.
     server.reader.join(SECONDS)
     requests = [json.loads(line) for line in server.lines if line.startswith('{"time"')]
     assert {one["status"] for one in requests} == {200}
+    assert all(one["generate_seconds"] > 0 for one in requests)
     assert "Once upon" not in server.log
 
 

@@ -220,7 +220,7 @@ def test_events_of_a_stream_have_so_many_tokens(http: httpx.Client, n: int) -> N
     assert n > 1 or min(sizes[1:-1]) >= 8
 
 
-def test_a_message_that_goes_on_is_told_whole_on_request(http: httpx.Client) -> None:
+def test_a_message_that_goes_on_is_returned_whole_on_request(http: httpx.Client) -> None:
     begun = [QUESTION, {"role": "assistant", "content": "Once upon a"}]
     plain = chat(http, messages=begun, continue_final_message=True)["choices"][0]["message"]["content"]
     asked: dict[str, Any] = {"messages": begun, "continue_final_message": True, "echo": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,9 @@ async def completions(call: Call) -> None:
             f"{limits.max_choices}",
             "n",
         )
+    began = time.monotonic()
     prompts, truncated = _cut(await _prompts(given, fields, target), fields, target)
+    call.state.meter.observe("exl_tokenize_seconds", time.monotonic() - began, model_name=call.model)
     if truncated is not None:
         call.headers["x-exl-truncated-tokens"] = str(truncated)
     text = target.handle.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,9 @@ async def _rendered(
     front = text.encode("", bos=True) if asked.bos else []
 
     async def render(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        began = time.monotonic()
         prompt, ids = await text.render(messages, tools, asked.variables)
+        call.state.meter.observe("exl_template_seconds", time.monotonic() - began, model_name=call.model)
         return prompt, [*front, *ids]
 
     prompt, ids = await render(asked.messages)

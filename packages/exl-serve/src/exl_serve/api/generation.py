@@ -16,6 +16,7 @@ from exl_serve.api.http import Call
 from exl_serve.engine.client import EngineClient, RunningRequest
 from exl_serve.engine.events import EngineEvent, Tokens
 from exl_serve.errors import ServeError
+from exl_serve.metrics import Gaps
 from exl_serve.request.internal import EngineRequest, MediaRef
 from exl_serve.request.messages import ImagePart
 from exl_serve.stream.chunks import DONE, Answer
@@ -57,8 +58,17 @@ class Generation:
         self.first_token: float | None = None
         #: tokens so far, of all completions
         self.generated = 0
+        #: seconds between tokens
+        self.gaps = Gaps(len(machines))
+        #: writes of the stream
+        self.writes = 0
         #: the engine has begun with it
         self.started = False
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the engine has grammars to compile for it."""
+        return bool(self._requests[0].constraints)
 
     @property
     def max_tokens(self) -> int:
@@ -135,6 +145,7 @@ class Generation:
             self.started = True
             if isinstance(event, Tokens):
                 self.generated += len(event.ids)
+                self.gaps.take(base + event.choice, time.monotonic())
             for found in machines[base + event.choice].feed(event):
                 put(found)
 
@@ -177,6 +188,9 @@ async def serve(
                 await generation.submit(await generation.prepare(decoding) or ())
         else:
             await generation.submit()
+            if generation.constrained:
+                waited = time.monotonic() - began
+                call.state.meter.observe("exl_grammar_compile_seconds", waited, model_name=call.model)
         if stream:
             await _stream(call, generation, answer, interval)
         else:
@@ -243,9 +257,11 @@ async def _pieces(
             _first(generation)
         if answer.finished:
             tail = b"".join(map(answer.line, answer.last_chunks()))
+            generation.writes += 1
             await call.write(data + tail + DONE, more=False)
             return
         if data or not events:
+            generation.writes += 1
             writing.begin()
             await call.write(data or b": ping\n\n", more=True)
             writing.end()
@@ -341,6 +357,9 @@ def _account(
             "completion_tokens": _generated(generation, answer, left),
             "seconds": round(now - began, 4),
             "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
+            **{name: round(value, 4) for name, value in answer.timings().items()},
+            "events": generation.writes,
+            "user": call.user,
         }
     )
 
@@ -364,8 +383,16 @@ def _measure(call: Call, generation: Generation, answer: Answer, began: float, l
         meter.observe("exl_request_queue_seconds", one.queue_seconds, model_name=model)
         meter.observe("exl_request_prefill_seconds", one.prefill_seconds, model_name=model)
         meter.observe("exl_request_decode_seconds", one.generate_seconds, model_name=model)
+        inference = one.prefill_seconds + one.generate_seconds
+        meter.observe("exl_request_inference_seconds", inference, model_name=model)
+        if one.drafts_accepted or one.drafts_rejected:
+            meter.count("exl_drafted_tokens_total", one.drafts_accepted + one.drafts_rejected, model_name=model)
+            meter.count("exl_accepted_tokens_total", one.drafts_accepted, model_name=model)
         if one.completion_tokens > 1:
             meter.observe("exl_token_seconds", one.generate_seconds / (one.completion_tokens - 1), model_name=model)
+    meter.spread("exl_inter_token_seconds", generation.gaps.counts, generation.gaps.total, model_name=model)
+    if generation.writes:
+        meter.count("exl_events_total", generation.writes, model_name=model)
     meter.observe("exl_request_seconds", time.monotonic() - began, model_name=model)
     if generation.first_token is not None:
         meter.observe("exl_time_to_first_token_seconds", generation.first_token - began, model_name=model)

@@ -29,7 +29,7 @@ class Call:
 
     __slots__ = (
         "_receive", "_send", "_watching", "began", "caller", "headers", "id", "logged", "model", "scope", "started",
-        "state", "status",
+        "state", "status", "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -44,6 +44,8 @@ class Call:
         self.began = time.monotonic()
         #: name of the model that answers, once it is known
         self.model = ""
+        #: digest of the client's name for its user, or None
+        self.user: str | None = None
         #: the request has its line in the log
         self.logged = False
         self._watching: asyncio.Task[None] | None = None

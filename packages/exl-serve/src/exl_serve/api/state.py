@@ -120,6 +120,9 @@ class Meter(Protocol):
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add a value to a histogram."""
 
+    def spread(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add values to a histogram: their number in each bucket, and their sum."""
+
 
 def _media_reader() -> MediaReader:
     from exl_serve.media.reader import MediaReader

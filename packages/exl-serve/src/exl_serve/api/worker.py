@@ -288,6 +288,7 @@ class Link:
         self._tags = itertools.count()
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._spreads: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[list[int], float]] = {}
         self._observed: list[tuple[bool, str, dict[str, str], float]] = []
         self._ready = False
         #: runs while there is something to report
@@ -311,6 +312,13 @@ class Link:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add a value to a histogram; reported within a second."""
         self._observed.append((False, name, labels, value))
+        self._report_later()
+
+    def spread(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add values to a histogram by their buckets; reported within a second."""
+        key = (name, tuple(sorted(labels.items())))
+        known, sum = self._spreads.get(key, ([0] * len(counts), 0.0))
+        self._spreads[key] = ([a + b for a, b in zip(known, counts, strict=True)], sum + total)
         self._report_later()
 
     def watching(self, app: ASGIApp) -> ASGIApp:
@@ -388,7 +396,9 @@ class Link:
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]
         self._counts.clear()
         observed, self._observed = self._observed, []
-        self._send(link.Report(counts + observed, self._ready))
+        spreads = [(name, dict(labels), counted, sum) for (name, labels), (counted, sum) in self._spreads.items()]
+        self._spreads.clear()
+        self._send(link.Report(counts + observed, self._ready, spreads))
 
     def _send(self, message: link.Report | link.Operator) -> None:
         self._socket.send(link.encode(message))

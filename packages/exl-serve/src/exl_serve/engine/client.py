@@ -68,6 +68,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: tokens per second, running averages; 0 where nothing was measured yet
     prefill_rate: float
     decode_rate: float
+    #: seconds in all steps so far
+    step_seconds: float = 0.0
+    #: completions that gave up their pages for others and began again
+    preemptions: int = 0
+    #: tokens of a page
+    page_size: int = 0
 
 
 class RunningRequest(Protocol):

@@ -67,6 +67,7 @@ class Host:
         self._takes_images = vision is not None
         self._card = card
         self._status = status
+        status.page_size = generator.page_size
         self._adapters = Adapters(generator.model, config)
         self._admission = Admission(
             limits.max_queued_requests or 8 * generator.max_batch_size,
@@ -466,6 +467,7 @@ class Host:
             if rest > 0:
                 time.sleep(rest)
         self._status.ended = time.monotonic()
+        self._status.step_seconds += self._status.ended - began
         tokens = 0
         if columns is not None:
             tokens, others = self._outgoing.add_step(columns, self._running)
@@ -496,6 +498,8 @@ class Host:
             # The prompt's pages are cached now, so the other completions find them.
             for other in list(group.waiting):
                 self._start(group, other)
+        if flags & END:
+            self._status.preemptions += job.requeues
         if events and isinstance(last := events[-1], Finished | Failed):
             if isinstance(last, Failed) and last.status >= 500:
                 error = None if extra is None or extra.end is None else extra.end.error

@@ -20,8 +20,8 @@ __all__ = ["STATES", "HalfWrittenError", "StatusReader", "StatusWriter", "status
 State = Literal["loading", "warming", "ready", "draining", "failed"]
 STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
 _SEQUENCE = struct.Struct("<Q")
-# boot, state, step, began, ended, seven counts, two rates.
-_BODY = struct.Struct("<16sQQddQQQQQQQdd")
+# boot, state, step, began, ended, seven counts, two rates, seconds of all steps, preemptions, page size.
+_BODY = struct.Struct("<16sQQddQQQQQQQdddQQ")
 # Of it: step, began, ended.
 _STEP, _STEP_AT = struct.Struct("<Qdd"), 8 + 24
 _SIZE = 4096
@@ -48,6 +48,8 @@ class StatusWriter:
         self.began = self.ended = time.monotonic()
         self.counts = (0, 0, 0, 0, 0, 0, 0)
         self.rates = (0.0, 0.0)
+        self.step_seconds = 0.0
+        self.preemptions = self.page_size = 0
         self.write()
 
     def write(self) -> None:
@@ -64,6 +66,9 @@ class StatusWriter:
             self.ended,
             *self.counts,
             *self.rates,
+            self.step_seconds,
+            self.preemptions,
+            self.page_size,
         )
         self._sequence += 1
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
@@ -107,7 +112,8 @@ class StatusReader:
             values = _BODY.unpack_from(self._map, 8)
             if before % 2 == 0 and before == _SEQUENCE.unpack_from(self._map, 0)[0]:
                 boot, state, number, began, ended, *counts = values
-                decoding, prefilling, queued, queued_tokens, pinned, cached, free, prefill, decode = counts
+                decoding, prefilling, queued, queued_tokens, pinned, cached, free, *others = counts
+                prefill, decode, step_seconds, preemptions, page_size = others
                 return EngineStatus(
                     boot=boot,
                     state=STATES[state],
@@ -123,6 +129,9 @@ class StatusReader:
                     pages_free=free,
                     prefill_rate=prefill,
                     decode_rate=decode,
+                    step_seconds=step_seconds,
+                    preemptions=preemptions,
+                    page_size=page_size,
                 )
             time.sleep(0)
         raise HalfWrittenError("the engine's status page was left half written")

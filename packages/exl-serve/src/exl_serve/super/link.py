@@ -39,6 +39,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag="report", tag_fie
     metrics: list[tuple[bool, str, dict[str, str], float]]
     #: the worker knows of a model that is ready, and has read its tokenizer or failed to
     ready: bool = False
+    #: of histograms with a value for each token: (name, labels, values in each bucket, their sum)
+    spreads: list[tuple[str, dict[str, str], list[int], float]] = []
 
 
 class Operator(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):

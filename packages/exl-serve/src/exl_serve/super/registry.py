@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 
 from exl_serve.engine.client import EngineStatus
+from exl_serve.metrics import GAP_BUCKETS
 
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "Metrics"]
+__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "SPREADS", "Metrics"]
 
 _TIMES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 COUNTERS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
@@ -27,6 +30,24 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_stalled_streams_total": ("Streams ended because nobody read them", (), None),
     "exl_ignored_fields_total": ("Unknown fields in requests, by name where it is a common one", ("field",), None),
     "exl_engine_restarts_total": ("Engine processes that were started again", ("model_name",), None),
+    "exl_events_total": ("Writes of streams", ("model_name",), None),
+    "exl_drafted_tokens_total": (
+        "Tokens that a draft has guessed",
+        ("model_name",),
+        "vllm:spec_decode_num_draft_tokens_total",
+    ),
+    "exl_accepted_tokens_total": (
+        "Guessed tokens that were right",
+        ("model_name",),
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ),
+    "exl_rounds_total": ("Generator steps", ("model_name",), None),
+    "exl_round_seconds_total": ("Seconds in generator steps", ("model_name",), None),
+    "exl_preemptions_total": (
+        "Completions that gave up their pages for others and began again",
+        ("model_name",),
+        "vllm:num_preemptions_total",
+    ),
     "exl_worker_restarts_total": ("API workers that were started again", (), None),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
@@ -39,6 +60,14 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_request_queue_seconds": ("Waiting for a place", ("model_name",), "vllm:request_queue_time_seconds"),
     "exl_request_prefill_seconds": ("Computing prompts", ("model_name",), "vllm:request_prefill_time_seconds"),
     "exl_request_decode_seconds": ("Generating", ("model_name",), "vllm:request_decode_time_seconds"),
+    "exl_request_inference_seconds": (
+        "Computing prompts and generating",
+        ("model_name",),
+        "vllm:request_inference_time_seconds",
+    ),
+    "exl_template_seconds": ("Rendering and encoding a conversation, with the wait for it", ("model_name",), None),
+    "exl_tokenize_seconds": ("Encoding the prompts of a text completion", ("model_name",), None),
+    "exl_grammar_compile_seconds": ("Compiling the grammars of a request, with the wait for it", ("model_name",), None),
     "exl_token_seconds": (
         "Mean of a request between its tokens",
         ("model_name",),
@@ -47,14 +76,23 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_loop_lag_seconds": ("How late an API worker's event loop runs a timer while there are requests", (), None),
 }
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-_SHORT = tuple(m * 10**e for e in (-4, -3, -2, -1, 0) for m in (1, 2.5, 5))
+SPREADS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "exl_inter_token_seconds": (
+        "Between the tokens of a completion, as they reach the API worker",
+        ("model_name",),
+        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    ),
+}
+"""Histograms with a value for each token, of the buckets `GAP_BUCKETS`."""
 _BUCKETS = {
     "exl_request_prompt_tokens": _TOKENS,
     "exl_request_generation_tokens": _TOKENS,
     "exl_request_params_n": (1.0, 2.0, 5.0, 10.0, 20.0),
     "exl_request_params_max_tokens": _TOKENS,
-    "exl_token_seconds": _SHORT,
-    "exl_loop_lag_seconds": _SHORT,
+    "exl_token_seconds": GAP_BUCKETS,
+    "exl_loop_lag_seconds": GAP_BUCKETS,
+    "exl_template_seconds": GAP_BUCKETS,
+    "exl_tokenize_seconds": GAP_BUCKETS,
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_requests_running": ("Requests in the engine", ("model_name",), "vllm:num_requests_running"),
@@ -62,14 +100,40 @@ GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_queued_prompt_tokens": ("Prompt tokens that are not computed yet", ("model_name",), None),
     "exl_kv_cache_usage": ("Pinned pages of all", ("model_name",), "vllm:kv_cache_usage_perc"),
     "exl_pages": ("Pages of the cache", ("model_name", "state"), None),
-    "exl_rounds": ("Generator steps since the engine's start", ("model_name",), None),
     "exl_prefill_tokens_per_second": ("Running average", ("model_name",), None),
     "exl_decode_tokens_per_second": ("Running average", ("model_name",), None),
     "exl_model_state": ("1 for the state that a model is in", ("model_name", "state"), None),
     "exl_device_bytes": ("Planned bytes of the loaded models", ("device",), None),
     "exl_process_rss_bytes": ("Resident memory", ("process",), None),
+    "exl_cache_info": (
+        "1, with the size of the cache",
+        ("model_name", "block_size", "num_gpu_blocks"),
+        "vllm:cache_config_info",
+    ),
     "exl_ready": ("1 while requests are taken", (), None),
 }
+
+
+class _Spread:
+    """A histogram whose values come as their number in each bucket."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._values: dict[tuple[str, ...], tuple[list[int], float]] = {}
+
+    def add(self, labels: Mapping[str, str], counts: Sequence[int], total: float) -> None:
+        """Add values: their number in each bucket, and their sum."""
+        key = tuple(labels[name] for name in self._labels)
+        known, before = self._values.get(key, ([0] * len(counts), 0.0))
+        self._values[key] = ([a + b for a, b in zip(known, counts, strict=True)], before + total)
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Yield the histogram, as prometheus_client asks for it."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = [*map(str, GAP_BUCKETS), "+Inf"]
+        for key, (counts, total) in self._values.items():
+            family.add_metric(list(key), list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+        yield family
 
 
 class Metrics:
@@ -87,6 +151,13 @@ class Metrics:
                 Histogram(one, text, labels, registry=self.registry, buckets=buckets)
                 for one in self._names(name, other)
             ]
+        self._spreads: dict[str, list[_Spread]] = {}
+        for name, (text, labels, others) in SPREADS.items():
+            self._spreads[name] = [_Spread(one, text, labels) for one in (name, *(others if alias else ()))]
+            for spread in self._spreads[name]:
+                self.registry.register(spread)
+        #: by model: boot id of its engine, and its counts so far
+        self._engines: dict[str, tuple[bytes, tuple[float, ...]]] = {}
         for name, (text, labels, other) in GAUGES.items():
             self._made[name] = [Gauge(one, text, labels, registry=self.registry) for one in self._names(name, other)]
 
@@ -105,6 +176,16 @@ class Metrics:
                     one.inc(value)
                 else:
                     one.observe(value)
+
+    def spread(self, reported: Iterable[tuple[str, Mapping[str, str], Sequence[int], float]]) -> None:
+        """Add a worker's values by their buckets. Unknown names and labels are left out."""
+        for name, labels, counts, total in reported:
+            known = SPREADS.get(name)
+            if known is None or set(labels) != set(known[1]) or len(counts) != len(GAP_BUCKETS) + 1:
+                continue
+            if min(counts) >= 0 and total >= 0:
+                for one in self._spreads[name]:
+                    one.add(labels, counts, total)
 
     def count(self, name: str, **labels: str) -> None:
         """Add one to a counter."""
@@ -129,9 +210,22 @@ class Metrics:
         self.set("exl_kv_cache_usage", status.pages_pinned / max(pages, 1), model_name=model)
         for state in ("pinned", "cached", "free"):
             self.set("exl_pages", getattr(status, f"pages_{state}"), model_name=model, state=state)
-        self.set("exl_rounds", status.step, model_name=model)
+        self._count_steps(model, status)
+        if status.page_size and pages:
+            sizes = {"block_size": str(status.page_size), "num_gpu_blocks": str(pages)}
+            self.set("exl_cache_info", 1.0, model_name=model, **sizes)
         self.set("exl_prefill_tokens_per_second", status.prefill_rate, model_name=model)
         self.set("exl_decode_tokens_per_second", status.decode_rate, model_name=model)
+
+    def _count_steps(self, model: str, status: EngineStatus) -> None:
+        """Add what an engine has counted since the last look; a new engine begins at 0."""
+        names = ("exl_rounds_total", "exl_round_seconds_total", "exl_preemptions_total")
+        counts = (float(status.step), status.step_seconds, float(status.preemptions))
+        boot, before = self._engines.get(model, (b"", ()))
+        self._engines[model] = (status.boot, counts)
+        base = before if boot == status.boot else (0.0,) * len(counts)
+        labels = {"model_name": model}
+        self.take((True, name, labels, new - old) for name, new, old in zip(names, counts, base, strict=True))
 
     def text(self) -> str:
         """Return all metrics in Prometheus's text format."""

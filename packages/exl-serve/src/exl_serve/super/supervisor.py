@@ -373,6 +373,7 @@ class Supervisor:
                 self._socket.send_multipart([worker, self._state()])
             if isinstance(message, link.Report):
                 self._metrics.take(message.metrics)
+                self._metrics.spread(message.spreads)
                 if message.ready:
                     self._ready.add(worker)
             else:
