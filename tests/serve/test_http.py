@@ -249,6 +249,8 @@ def test_routes_and_methods(http: httpx.Client) -> None:
         assert "ends with /v1, and holds it once" in http.post(path, json={}).json()["error"]["message"], path
     wrong = http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    assert [http.head(path).status_code for path in ("/", "/health", "/v1/models")] == [200, 200, 200]
     assert len({(path.method, path.path) for path in ROUTES}) == len(ROUTES)
     for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
         assert http.get(path).status_code == 200

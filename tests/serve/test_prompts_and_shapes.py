@@ -183,6 +183,57 @@ def test_a_bos_in_front_of_the_template_s_text(http: httpx.Client) -> None:
     assert more["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
 
 
+def test_prompts_are_counted_and_shown_as_chat_renders_them(http: httpx.Client) -> None:
+    begun = [QUESTION, {"role": "assistant", "content": "Once upon a"}]
+    for fields in (
+        {"messages": [QUESTION]},
+        {"messages": begun, "continue_final_message": True},
+        {"messages": [QUESTION], "documents": [{"title": "Foxes", "text": "They sleep."}]},
+    ):
+        used = chat(http, model="reader", **{"max_tokens": 1} | fields)["usage"]["prompt_tokens"]
+        body = {"model": "reader", **fields}
+        assert http.post("/tokenize", json=body).json()["count"] == used
+        assert http.post("/apply-template", json=body).json()["tokens"] == used
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "Once"}),
+        ("/apply-template", {"messages": [QUESTION]}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_the_tokenizer_s_routes_name_unknown_fields(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = http.post(path, json={"model": "fable", "decode": 1} | body)
+    assert (answer.status_code, answer.headers["x-exl-ignored"]) == (200, "decode")
+
+
+def test_the_names_of_tabbyapi_for_special_tokens(http: httpx.Client) -> None:
+    body = {"model": "fable", "text": "<|end|>", "add_bos_token": False}
+    assert http.post("/v1/token/encode", json=body).json()["length"] == 1
+    assert http.post("/v1/token/encode", json=body | {"encode_special_tokens": False}).json()["length"] > 1
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "good"}])
+@pytest.mark.parametrize("form", [{}, {"type": "json_schema", "name": "x", "schema": {"type": "object"}}])
+def test_the_error_names_the_tool_with_a_schema_that_cannot_be_followed(
+    http: httpx.Client, choice: Any, form: dict[str, Any]
+) -> None:
+    bad = {"type": "object", "patternProperties": {"(?=x)": {}}}
+    tools = [{"type": "function", "name": "good"}, {"type": "function", "name": "bad", "parameters": bad}]
+    body = {"tools": tools, "tool_choice": choice, "max_output_tokens": 20} | (
+        {"text": {"format": form}} if form else {}
+    )
+    answer = post(http, "/v1/responses", input="Hi", **body)
+    if isinstance(choice, dict):  # the other tool is not called
+        assert answer.status_code == 200, answer.text
+        return
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_tool_schema", "tools[1].parameters")
+    assert "(?=x)" in error["message"]
+
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 

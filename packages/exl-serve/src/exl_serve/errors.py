@@ -19,6 +19,7 @@ class ServeError(Exception):
         message: The message.
         param: Path of the request's field, or None.
         retry_after: Seconds for the Retry-After header, or None.
+        allow: The Allow header of a 405, or None.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ServeError(Exception):
         *,
         param: str | None = None,
         retry_after: float | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -38,6 +40,7 @@ class ServeError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.allow = allow
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape."""

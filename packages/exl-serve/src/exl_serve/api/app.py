@@ -221,6 +221,7 @@ def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dic
             "invalid_request_error",
             "method_not_allowed",
             f"{scope['method']} is not served here: use {', '.join(sorted(set(allowed)))}",
+            allow=", ".join(sorted(set(allowed))),
         )
         raise error
     path = scope["path"]
@@ -294,7 +295,7 @@ def _cors(call: Call) -> bool:
 async def _page(call: Call) -> bool:
     """Serve the chat page's files. Returns True if the request was for one."""
     path = call.scope["path"]
-    if call.scope["method"] != "GET" or not call.state.config.server.ui:
+    if call.scope["method"] not in ("GET", "HEAD") or not call.state.config.server.ui:
         return False
     name = "index.html" if path == "/" else path.removeprefix("/ui/") if path.startswith("/ui/") else ""
     if name not in ("index.html", "app.js", "style.css"):

@@ -176,6 +176,8 @@ async def error_response(call: Call, error: ServeError) -> None:
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if error.allow is not None:
+        headers["allow"] = error.allow
     if error.code == "draining":
         headers["connection"] = "close"
     if error.status == 401:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from exl_serve.api.chat import FIELDS, variables_of
 from exl_serve.api.http import Call
-from exl_serve.api.prepare import checked_ids
+from exl_serve.api.prepare import checked_ids, read_request
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
 from exl_serve.request.messages import messages_of, tools_of
 
 __all__ = ["apply_template", "card_of", "detokenize", "embeddings", "get_model", "list_models", "tokenize"]
+
+TEMPLATE = {
+    name: FIELDS[name]
+    for name in (
+        *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message"),
+    )
+}
+"""Fields of chat that change the rendered prompt, by name and alias."""
 
 
 async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
@@ -89,17 +99,15 @@ async def tokenize(call: Call) -> None:
     Accepts vLLM's fields (prompt or messages), llama.cpp's (content, with_pieces) and TabbyAPI's (text).
     """
     body = await call.json()
+    flags = ("add_special_tokens", "add_special", "add_bos_token", "parse_special", "encode_special_tokens")
+    options = _options(call, body, {"prompt", "content", "text", "with_pieces", "return_token_strs", *flags})
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text = handle.text
-    special = _flag(body, "parse_special", True)
     given = body.get("prompt", body.get("content", body.get("text")))
     if body.get("messages") is not None or isinstance(given, list):
-        messages = messages_of(body.get("messages") or given, call.state.config.server.limits)
-        plain, _ = tools_of(body.get("tools"), call.state.config.server.limits)
-        _, ids = await text.render(
-            messages, plain or None, {"add_generation_prompt": _flag(body, "add_generation_prompt", True)}
-        )
+        _, ids = await _rendered(call, handle, body, body.get("messages") or given, options)
     elif isinstance(given, str):
+        special = _flag(body, "parse_special", _flag(body, "encode_special_tokens", True))
         # vLLM and TabbyAPI put the BOS in front unless told otherwise, llama.cpp does not.
         default = "content" not in body
         bos = _flag(body, "add_special_tokens", _flag(body, "add_special", _flag(body, "add_bos_token", default)))
@@ -115,6 +123,20 @@ async def tokenize(call: Call) -> None:
     await call.answer(200, answer)
 
 
+def _options(call: Call, body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
+    """Return the options of the chat template. Fields outside of them and `own` are unknown. Raises ServeError 400."""
+    return variables_of(call, read_request(call, body, TEMPLATE, frozenset(own | {"model", "messages", "tools"})))
+
+
+async def _rendered(
+    call: Call, handle: ModelHandle, body: Mapping[str, Any], messages: Any, options: Mapping[str, Any]
+) -> tuple[str, list[int]]:
+    """Return the prompt of a conversation, and its ids. Raises ServeError 400."""
+    limits = call.state.config.server.limits
+    plain, _ = tools_of(body.get("tools"), limits)
+    return await handle.text.render(messages_of(messages, limits), plain or None, options)
+
+
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     value = body.get(name)
     if value is None:
@@ -127,6 +149,7 @@ def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 async def detokenize(call: Call) -> None:
     """Answer the text of tokens."""
     body = await call.json()
+    read_request(call, body, {}, frozenset({"model", "tokens", "decode_special_tokens"}))
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     ids = await checked_ids(body.get("tokens"), handle.text.vocab_size, "tokens", "a list of token ids")
     text = await handle.text.decode_long(ids, special=_flag(body, "decode_special_tokens", True))
@@ -136,10 +159,7 @@ async def detokenize(call: Call) -> None:
 async def apply_template(call: Call) -> None:
     """Answer the prompt that a conversation is rendered to."""
     body = await call.json()
+    options = _options(call, body, set())
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
-    limits = call.state.config.server.limits
-    plain, _specs = tools_of(body.get("tools"), limits)
-    messages = messages_of(body.get("messages"), limits)
-    options = {"add_generation_prompt": _flag(body, "add_generation_prompt", True)}
-    text, ids = await handle.text.render(messages, plain or None, options)
+    text, ids = await _rendered(call, handle, body, body.get("messages"), options)
     await call.answer(200, {"prompt": text, "tokens": len(ids)})

@@ -125,8 +125,12 @@ def document() -> dict[str, Any]:
 def _schemas() -> dict[str, Any]:
     from exl_serve.api.chat import CHAT
     from exl_serve.api.completions import COMPLETION
+    from exl_serve.api.models import TEMPLATE
     from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING
     from exl_serve.request.responses import OF_CHAT, RESPONSE
+
+    tools = next(field for field in CONVERSATION if field.name == "tools")
+    template = _object([*{field.name: field for field in TEMPLATE.values()}.values(), tools], {})["properties"]
 
     def refer(*names: str) -> dict[str, Any]:
         return {"allOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
@@ -142,10 +146,12 @@ def _schemas() -> dict[str, Any]:
         "Response": refer("Common", "Sampling") | _object((*CONVERSATION, *RESPONSE), {"input": TEXT_OR_LIST}),
         "Tokenize": _plain(
             {"prompt": TEXT, "content": TEXT, "text": TEXT, "messages": MESSAGES, "with_pieces": FLAG}
-            | dict.fromkeys(("add_special_tokens", "parse_special", "return_token_strs"), FLAG)
+            | dict.fromkeys(("add_special_tokens", "add_special", "add_bos_token", "return_token_strs"), FLAG)
+            | dict.fromkeys(("parse_special", "encode_special_tokens"), FLAG)
+            | template
         ),
         "Detokenize": _plain({"tokens": IDS, "decode_special_tokens": FLAG}, "tokens"),
-        "ApplyTemplate": _plain({"messages": MESSAGES, "add_generation_prompt": FLAG}, "messages"),
+        "ApplyTemplate": _plain({"messages": MESSAGES} | template, "messages"),
         "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT}, "lora_name", "lora_path"),
         "UnloadAdapter": _plain({"lora_name": TEXT}, "lora_name"),
         "LoadModel": _plain({"model_name": TEXT, "name": TEXT}),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from exl_serve.api.chat import variables_of
-from exl_serve.api.conversation import Conversation, prepare
+from exl_serve.api.conversation import Conversation, Prepared, prepare
 from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import read_request, resolve
@@ -31,8 +31,14 @@ async def responses(call: Call) -> None:
     fields, asked, conversation = await _read(call)
     try:
         prepared = await prepare(call, fields, conversation)
+        await _serve(call, fields, asked, conversation, prepared)
     except ServeError as error:
         raise _renamed(error) from None
+
+
+async def _serve(
+    call: Call, fields: Mapping[str, Any], asked: Asked, conversation: Conversation, prepared: Prepared
+) -> None:
     head = _head(fields, asked, conversation.choice, prepared.request.sampling) | {"model": prepared.target.name}
     answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
     await serve(
@@ -149,6 +155,6 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(error: ServeError) -> ServeError:
     """Return the error with this API's name of the field."""
-    if error.param in _NAMES:
-        error.param = _NAMES[error.param]
+    if error.param is not None:
+        error.param = _NAMES.get(error.param, error.param.replace("].function.", "]."))
     return error

@@ -106,15 +106,30 @@ def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
             return made
         return TriggeredFilter(made, constraint.after, constraint.then, tokenizer=tokenizer)
     except FilterError as error:
+        if not constraint.around:
+            _check_parts(constraint, model, tokenizer)
         param = constraint.param
         if constraint.around:
             # The content's format alone shows whether the fault is in it, or in the schemas of the tools.
-            _compiled(msgspec.structs.replace(constraint, around="", after=None), model, tokenizer)
+            _compiled(msgspec.structs.replace(constraint, around="", after=None, parts=()), model, tokenizer)
+            _check_parts(constraint, model, tokenizer)
             param = "tools"
         found = serve_error(error, param)
         if found.code == "invalid_grammar" and constraint.kind in ("json_schema", "json_object"):
             found.code = "invalid_schema"
         raise found from error
+
+
+def _check_parts(constraint: Constraint, model: Any, tokenizer: Any) -> None:
+    """Raise ServeError 400 that names the tool whose schema cannot be compiled, if one of them alone cannot."""
+    for param, schema in constraint.parts:
+        try:
+            _filter(Constraint(kind="json_schema", source=schema, param=param), model, tokenizer)
+        except FilterError as error:
+            found = serve_error(error, param)
+            if found.code in ("invalid_grammar", "invalid_schema"):
+                found.code = "invalid_tool_schema"
+            raise found from error
 
 
 def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:

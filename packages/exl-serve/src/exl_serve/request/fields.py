@@ -408,10 +408,12 @@ def read_fields(
             if field.name in under and found[field.name] != clean:
                 raise ServeError.invalid(f"{key} and {under[field.name]} are one field with two values: give one", key)
             found[field.name], under[field.name] = clean, key
+        elif key in own:
+            continue
         elif key in UNSUPPORTED:
             if not any(value == neutral and type(value) is type(neutral) for neutral in UNSUPPORTED[key]):
                 raise ServeError.unsupported(key, f"{key} is not offered by this server: leave it out")
-        elif key not in own:
+        else:
             unknown.append(key)
     _drop_neutral(found)
     return found, unknown

@@ -72,6 +72,8 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     #: Lark rules, among them `answer`, which refers to `source` as `content`; "": the answer is the content alone
     around: str = ""
+    #: (field, JSON schema) of each tool that `source` or `around` was made from, to find the one that is at fault
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

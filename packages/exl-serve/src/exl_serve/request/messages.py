@@ -216,7 +216,13 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
         if any(spec.name == function["name"] for spec in specs):
             raise ServeError.invalid(f"two tools are called {function['name']!r}", f"{param}.function.name")
         specs.append(
-            ToolSpec(function["name"], str(function.get("description") or ""), parameters, bool(function.get("strict")))
+            ToolSpec(
+                function["name"],
+                str(function.get("description") or ""),
+                parameters,
+                bool(function.get("strict")),
+                f"{param}.function.parameters",
+            )
         )
         plain.append({"type": "function", "function": dict(function)})
     return plain, tuple(specs)

@@ -6,6 +6,7 @@ end of the text that may begin a marker is held back, at most a marker's length.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -80,7 +81,9 @@ class OutputFamily:
     def constraints(self, settings: ChannelSettings, response_format: Constraint | None) -> tuple[Constraint, ...]:
         """Return the constraints of tools and response format. Raises ServeError 400 or 501."""
         if settings.tools and settings.tool_choice != "none":
-            return self._tool_constraints(settings, response_format)
+            found = self._tool_constraints(settings, response_format)
+            parts = tuple((one.param, json.dumps(one.parameters)) for one in settings.tools if one.parameters)
+            return tuple(msgspec.structs.replace(one, parts=parts) for one in found)
         if response_format is None:
             return ()
         if isinstance(self.form.inside, Harmony) and response_format.kind in JOINABLE:

@@ -20,6 +20,8 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    #: path of the schema in the request
+    param: str = "tools"
 
 
 @dataclass(frozen=True, slots=True)
