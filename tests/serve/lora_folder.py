@@ -13,13 +13,13 @@ from exl_serve.testing.local import EngineThread
 __all__ = ["write_adapter"]
 
 
-def write_adapter(folder: Path, fable: EngineThread) -> None:
+def write_adapter(folder: Path, fable: EngineThread, value: float = 0.05) -> None:
     folder.mkdir(parents=True)
     config = fable.generator.model.config
     tensors = {}
     for layer in range(config.num_hidden_layers):
         key = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{key}.lora_A.weight"] = torch.full((2, config.hidden_size), 0.05)
+        tensors[f"{key}.lora_A.weight"] = torch.full((2, config.hidden_size), value)
         tensors[f"{key}.lora_B.weight"] = torch.full((config.num_attention_heads * config.head_dim, 2), 0.05)
     write_safetensors(folder / "adapter_model.safetensors", tensors)
     about = {"peft_type": "LORA", "r": 2, "lora_alpha": 64, "target_modules": ["q_proj"]}

@@ -7,6 +7,7 @@ from typing import Any
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
+from exl_serve.request.rules import boolean
 
 __all__ = [
     "cancel_request",
@@ -36,11 +37,14 @@ def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
 
 
 async def load_adapter(call: Call) -> None:
-    """Load an adapter: {lora_name, lora_path}. Answers 200 once it is loaded."""
+    """Load an adapter: {lora_name, lora_path, load_inplace}. Answers 200 once it is loaded; with `load_inplace` it
+    replaces one of the same name.
+    """
     body = await call.json()
     engine = await _handle(call, body).engine()
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
-    await call.answer(200, await engine.control("load_adapter", name=name, path=path))
+    inplace = boolean("load_inplace", body["load_inplace"]) if body.get("load_inplace") is not None else False
+    await call.answer(200, await engine.control("load_adapter", name=name, path=path, inplace=inplace))
 
 
 async def unload_adapter(call: Call) -> None:

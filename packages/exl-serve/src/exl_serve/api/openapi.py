@@ -152,7 +152,7 @@ def _schemas() -> dict[str, Any]:
         ),
         "Detokenize": _plain({"tokens": IDS, "decode_special_tokens": FLAG}, "tokens"),
         "ApplyTemplate": _plain({"messages": MESSAGES} | template, "messages"),
-        "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT}, "lora_name", "lora_path"),
+        "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT, "load_inplace": FLAG}, "lora_name", "lora_path"),
         "UnloadAdapter": _plain({"lora_name": TEXT}, "lora_name"),
         "LoadModel": _plain({"model_name": TEXT, "name": TEXT}),
     }

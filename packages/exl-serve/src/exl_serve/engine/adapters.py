@@ -34,22 +34,30 @@ class Adapters:
             raise ServeError(404, "not_found_error", "model_not_found", f"no adapter {name!r} is loaded", param="model")
         return [self._loaded[name]]
 
-    def load(self, name: str, path: str) -> dict[str, Any]:
+    def load(self, name: str, path: str, used: int | None = None) -> dict[str, Any]:
         """Load an adapter.
 
-        Raises ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit, 409 for
-        a name in use.
+        `used`: the requests that use one of this name, which the new one replaces; None: it may not replace any. Raises
+        ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit, 409 for a name
+        or an adapter in use.
         """
         if not name or len(name) > 128 or ":" in name:
             raise ServeError.invalid(
                 f"lora_name is {name[:128]!r}; 1 to 128 characters, none of them a colon", "lora_name"
             )
-        if name in self._loaded:
-            raise ServeError(409, "conflict", "conflict", f"an adapter {name!r} is loaded: unload it first")
+        if name in self._loaded and used is None:
+            raise ServeError(
+                409, "conflict", "conflict", f"an adapter {name!r} is loaded: unload it first, or set load_inplace"
+            )
+        if used:
+            raise _in_use(name, used)
         place = self._allowed(path)
         if not (place / "adapter_config.json").is_file():
             raise ServeError(404, "not_found_error", "adapter_not_found", "there is no adapter in that folder")
-        self._loaded[name] = self._read(place)
+        made, before = self._read(place), self._loaded.get(name)
+        self._loaded[name] = made
+        if before is not None:
+            before.unload()
         return {"name": name}
 
     def unload(self, name: str, used: int) -> dict[str, Any]:
@@ -57,7 +65,7 @@ class Adapters:
         if name not in self._loaded:
             raise ServeError(404, "not_found_error", "adapter_not_found", f"no adapter {name!r} is loaded")
         if used:
-            raise ServeError(409, "conflict", "conflict", f"{used} requests use the adapter {name!r}: wait for them")
+            raise _in_use(name, used)
         self._loaded.pop(name).unload()
         return {"name": name}
 
@@ -78,3 +86,7 @@ class Adapters:
         from exl_core import ExLlamaV2Lora
 
         return ExLlamaV2Lora.from_directory(self._model, str(folder))
+
+
+def _in_use(name: str, used: int) -> ServeError:
+    return ServeError(409, "conflict", "conflict", f"{used} requests use the adapter {name!r}: wait for them")

@@ -41,10 +41,10 @@ class Operator:
     def answer(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         """Do what a call asks for and return its answer. Raises ServeError, of status 400 for an unknown call."""
         if name == "load_adapter":
-            return self._adapters.load(str(parameters["name"]), str(parameters["path"]))
+            used = self._using(parameters["name"]) if parameters.get("inplace") else None
+            return self._adapters.load(str(parameters["name"]), str(parameters["path"]), used)
         if name == "unload_adapter":
-            used = [g for g in self._groups.values() if g.request.adapter == parameters["name"]]
-            return self._adapters.unload(str(parameters["name"]), len(used))
+            return self._adapters.unload(str(parameters["name"]), self._using(parameters["name"]))
         if name == "reset_cache":
             if running := sum(len(group.running) for group in self._groups.values()):
                 raise ServeError(409, "conflict", "conflict", f"{running} jobs are running: try when idle")
@@ -64,6 +64,10 @@ class Operator:
     def requests(self) -> list[dict[str, Any]]:
         """Return id, key, numbers of tokens and state of every request that the engine holds; from any thread."""
         return [group.summary() for group in list(self._groups.values())]
+
+    def _using(self, adapter: str) -> int:
+        """Return the number of requests that use an adapter."""
+        return sum(group.request.adapter == adapter for group in self._groups.values())
 
     def _cancel(self, id: str, key: str | None) -> bool:
         """End the request of this id, with all its prompts and completions; with a key, only if the request is its."""
