@@ -78,7 +78,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         tool_choice=asked.choice,
         parallel=fields.get("parallel_tool_calls", True),
         starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
-        formatted=asked.wanted is not None and asked.choice == "auto",
+        formatted=asked.wanted is not None and asked.wanted.after is None and asked.choice == "auto",
         contents=() if asked.wanted is None or asked.wanted.kind != "choice" else json.loads(asked.wanted.source),
         shows_stop=fields.get("include_stop_str_in_output", False),
     )

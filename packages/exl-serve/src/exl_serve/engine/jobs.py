@@ -128,7 +128,7 @@ def _check_parts(constraint: Constraint, model: Any, tokenizer: Any) -> None:
         except FilterError as error:
             found = serve_error(error, param)
             if found.code in ("invalid_grammar", "invalid_schema"):
-                found.code = "invalid_tool_schema"
+                found.code = "invalid_tool_schema" if param.startswith("tools") else "invalid_schema"
             raise found from error
 
 

@@ -222,11 +222,16 @@ COMMON: tuple[Field, ...] = (
         meaning="classifier-free guidance: weight of the prompt against `negative_prompt`, 1 is off; both or none",
     ),
     Field("negative_prompt", string(1 << 20), "a text", meaning="what the answer is led away from"),
-    Field("response_format", anything, "`text`, `json_object`, `json_schema`", meaning="the form of the answer"),
+    Field(
+        "response_format",
+        anything,
+        "`text`, `json_object`, `json_schema`, `structural_tag`",
+        meaning="the form of the answer",
+    ),
     Field(
         "structured_outputs",
         anything,
-        "one of `json`, `regex`, `choice`, `grammar`",
+        "one of `json`, `regex`, `choice`, `grammar`, `structural_tag`",
         meaning="the form of the answer, as vLLM names it",
     ),
     Field("guided_json", anything, "a JSON schema", ("json_schema",), meaning="the answer is JSON of this schema"),

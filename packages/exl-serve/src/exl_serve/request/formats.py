@@ -12,6 +12,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import check_depth
 from exl_serve.request.internal import Constraint
+from exl_serve.request.structural import structural_of
 
 __all__ = ["format_of", "schema_of"]
 
@@ -44,8 +45,10 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
                 f"{param}.json_schema must be an object with a schema", f"{param}.json_schema.schema"
             )
         return schema_of(inner["schema"], f"{param}.json_schema.schema", limits)
+    if kind == "structural_tag":
+        return structural_of(value, param, limits)
     raise ServeError.unsupported(
-        f"{param}.type", f"{param}.type {kind[:32]!r} is not offered: text, json_object, json_schema"
+        f"{param}.type", f"{param}.type {kind[:32]!r} is not offered: text, json_object, json_schema, structural_tag"
     )
 
 
@@ -82,11 +85,25 @@ def _written(schema: Any) -> str:
 
 def _structured(value: Any, limits: Limits) -> Constraint:
     param = "structured_outputs"
-    known = {"json": schema_of, "regex": _regex, "choice": _choice, "grammar": _grammar}
+    known = {
+        **{"json": schema_of, "regex": _regex, "choice": _choice, "grammar": _grammar},
+        "structural_tag": _structural,
+    }
     given = [] if not isinstance(value, dict) else [name for name, one in value.items() if one is not None]
     if len(given) != 1 or given[0] not in known:
         raise ServeError.invalid(f"{param} must be an object with exactly one of {', '.join(known)}", param)
     return known[given[0]](value[given[0]], f"{param}.{given[0]}", limits)
+
+
+def _structural(value: Any, param: str, limits: Limits) -> Constraint:
+    """Return the constraint of structural tags, which may come as JSON in a text."""
+    if isinstance(value, str):
+        check_depth(value, limits.max_depth)
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ServeError.invalid(f"{param} is not JSON: {error}", param, "invalid_schema") from None
+    return structural_of(value, param, limits)
 
 
 def _regex(value: Any, param: str, limits: Limits) -> Constraint:

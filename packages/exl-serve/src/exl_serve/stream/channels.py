@@ -81,11 +81,15 @@ class OutputFamily:
     def constraints(self, settings: ChannelSettings, response_format: Constraint | None) -> tuple[Constraint, ...]:
         """Return the constraints of tools and response format. Raises ServeError 400 or 501."""
         if settings.tools and settings.tool_choice != "none":
-            found = self._tool_constraints(settings, response_format)
+            beside = response_format if response_format is not None and response_format.after is not None else None
+            found = self._tool_constraints(settings, None if beside is not None else response_format)
             parts = tuple((one.param, json.dumps(one.parameters)) for one in settings.tools if one.parameters)
-            return tuple(msgspec.structs.replace(one, parts=parts) for one in found)
+            found = tuple(msgspec.structs.replace(one, parts=parts) for one in found)
+            return found if beside is None or self.forces_call(settings) else (*found, beside)
         if response_format is None:
             return ()
+        if response_format.after is not None:  # it waits for its trigger, wherever that comes
+            return (response_format,)
         if isinstance(self.form.inside, Harmony) and response_format.kind in JOINABLE:
             return (self._around(response_format, harmony_answer((), self.special)),)
         if settings.starts_in_reasoning and self.form.think is not None:
