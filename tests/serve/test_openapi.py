@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def test_every_route_is_there_and_every_reference_leads_somewhere() -> None:
     assert references == {f"#/components/schemas/{name}" for name in found["components"]["schemas"]}
     for schema in found["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_the_page_shows_every_route_and_field(server: LiveServer) -> None:
+    answer = httpx.get(f"{server.url}/docs", timeout=120)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    for route in ROUTES:
+        assert f"<code>{route.method} {route.path.replace(':path}', '}')}</code>" in answer.text
+    for field in FIELDS:
+        assert f"<code>{field.name}</code>" in answer.text
+    assert set(re.findall(r'href="#(\w+)"', answer.text)) <= set(re.findall(r'id="(\w+)"', answer.text))
+    assert "<script" not in answer.text
 
 
 def walk(value: Any) -> Any:

@@ -65,6 +65,7 @@ ROUTES: tuple[Path, ...] = (
     Path("GET", "/ping", "open", health.ready),
     Path("GET", "/version", "open", health.version),
     Path("GET", "/openapi.json", "open", openapi.openapi),
+    Path("GET", "/docs", "open", openapi.routes_page),
     Path("GET", "/metrics", "metrics", health.metrics),
     Path("GET", "/load", "metrics", health.load),
     Path("POST", "/v1/load_lora_adapter", "admin", admin.load_adapter),
@@ -85,7 +86,7 @@ ROUTES: tuple[Path, ...] = (
 )
 """Every route but those of the page."""
 
-WITHOUT_MODELS = (health.live, health.ready, health.version, health.metrics, openapi.openapi)
+WITHOUT_MODELS = (health.live, health.ready, health.version, health.metrics, openapi.openapi, openapi.routes_page)
 """Endpoints that answer before the list of models has been read."""
 PROBED = frozenset(path.path for path in ROUTES if path.endpoint is health.ready)
 """Paths that load balancers ask again and again while the server is not ready."""

@@ -12,10 +12,11 @@ from functools import cache
 from typing import Any
 
 from exl_serve.api.http import Call
+from exl_serve.api.routes_page import PAGE_HEADERS, page
 from exl_serve.request.fields import Field
 from exl_serve.request.messages import ROLES
 
-__all__ = ["document", "openapi"]
+__all__ = ["document", "openapi", "routes_page"]
 
 ERROR = {
     "type": "object",
@@ -79,6 +80,13 @@ MESSAGES = {
 async def openapi(call: Call) -> None:
     """Answer the OpenAPI document."""
     await call.answer(200, document())
+
+
+async def routes_page(call: Call) -> None:
+    """Answer the routes and the fields of their bodies as a page."""
+    data = page(document()).encode()
+    await call.start(200, PAGE_HEADERS | {"content-length": str(len(data))})
+    await call.write(data, more=False)
 
 
 @cache
