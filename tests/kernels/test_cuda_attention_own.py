@@ -267,7 +267,8 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
     scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
     launch_matmul(group, plan, x, x.new_empty(rows, 64), scratch=scratch)
-    return 8 if few else next(n for n in (16, 32, 48, 64, 80, 96, 128) if rows <= n), scratch
+    assert plan.input_columns is not None
+    return plan.input_columns, scratch
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")

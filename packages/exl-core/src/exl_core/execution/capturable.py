@@ -44,8 +44,8 @@ class NotCapturableError(Exception):
 def padded_rows(batch: int, q_len: int) -> int:
     """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
 
-    Up to PACKED_ROWS tokens there is one bucket an octave, and one of MIDDLE_ROWS tokens. Beyond that, where a row costs
-    more, there are four an octave.
+    Up to PACKED_ROWS tokens there is one bucket an octave, and one of MIDDLE_ROWS tokens. Beyond that, where a row
+    costs more, there are four an octave.
     """
     if batch * q_len <= PACKED_ROWS:
         most = MIDDLE_ROWS if batch * q_len <= MIDDLE_ROWS else PACKED_ROWS

@@ -1,9 +1,9 @@
 //! Checks and launches of one call of `CudaLinearGroup.run`.
 
-use exl_cuda::CudaError;
 use exl_cuda::ops::Target;
 use exl_cuda::ops::linear::select::{Call, Kernel, Plan, Planned};
 use exl_cuda::ops::linear::{self, Half, batch, few, ring};
+use exl_cuda::{Capabilities, CudaError};
 use pyo3::prelude::*;
 
 use super::{CudaLinearGroup, NextInput, NormPrologue};
@@ -29,7 +29,7 @@ pub(super) struct Operands<'a> {
 
 impl Operands<'_> {
     /// Check sizes, types and addresses against the plan.
-    pub(super) fn check(&self, launch: &Launch) -> PyResult<Target> {
+    pub(super) fn check(&self, caps: &Capabilities, launch: &Launch) -> PyResult<Target> {
         expect(
             self.plan.joined
                 && self.plan.call.epilogue.gate == self.group.gate().is_some()
@@ -44,7 +44,7 @@ impl Operands<'_> {
         )?;
         self.check_input()?;
         self.check_results()?;
-        self.check_memory()?;
+        self.check_memory(caps)?;
         let mut all = Vec::with_capacity(8);
         for (name, tensor) in [
             ("x", &self.x),
@@ -129,7 +129,7 @@ impl Operands<'_> {
         )
     }
 
-    fn check_memory(&self) -> PyResult<()> {
+    fn check_memory(&self, caps: &Capabilities) -> PyResult<()> {
         let holds = |tensor: Option<&Tensor>, bytes: usize| match tensor {
             Some(t) => t.dtype == DType::U8 && t.numel() >= bytes && t.ptr.is_multiple_of(128),
             None => bytes == 0,
@@ -148,7 +148,7 @@ impl Operands<'_> {
             return Ok(()); // `few::launch` checks the size
         }
         let parts = next.group.get().parts();
-        let bytes = batch::scratch_bytes(&parts, self.plan.call.rows);
+        let bytes = batch::scratch_bytes(caps, &parts, self.plan.call.rows);
         expect(
             self.y.is_none() && parts.len() == 1 && holds(Some(&next.scratch), bytes),
             "the next matmul must have one matrix and enough scratch memory, and y must be None",

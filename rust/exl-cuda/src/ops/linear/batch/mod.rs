@@ -17,7 +17,7 @@ use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
     COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS,
-    VARIANTS, columns_of, items, plan, unit_bytes,
+    VARIANTS, items, plan, unit_bytes,
 };
 
 /// Most matrices of a launch.
@@ -67,12 +67,17 @@ pub struct Next<'a> {
     pub scratch: usize,
 }
 
+/// Columns of the packed input of `m` rows.
+fn columns(caps: &Capabilities, m: usize) -> usize {
+    Code::of(caps).unwrap_or(Code::Mma).columns(m)
+}
+
 /// Bytes of scratch memory for `m` rows: the packed input.
-pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
+pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> usize {
     let units = matrices
         .first()
         .map_or(0, |first| first.argument.unit_count as usize);
-    units * unit_bytes(columns_of(m))
+    units * unit_bytes(columns(caps, m))
 }
 
 /// Bytes of the workspace of blocks that share K, for `m` rows.
@@ -103,9 +108,9 @@ pub fn gates(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> bool {
 
 /// Number of columns for which another launch packs the input of `m` rows at the beginning of the scratch memory. None if the layout has
 /// padding rows.
-pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
+pub fn input(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> Option<usize> {
     let first = matrices.first()?;
-    (first.rows() == first.in_features()).then(|| columns_of(m))
+    (first.rows() == first.in_features()).then(|| columns(caps, m))
 }
 
 /// Whether packing can norm the input, whose address is a multiple of 16.
@@ -245,7 +250,7 @@ fn check(
             next.is_none_or(|next| {
                 op.gate.is_some()
                     && stores_pairs(matrices)
-                    && input(&[next.matrix], op.m).is_some()
+                    && input(caps, &[next.matrix], op.m).is_some()
                     && next.matrix.in_features() == matrices[0].out_features()
                     && op.x_type == Half::F16
                     && op.y_type == Half::F16

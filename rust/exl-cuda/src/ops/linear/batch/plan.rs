@@ -10,7 +10,7 @@ use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
 use crate::rows::{BLOCK_ROWS, MIDDLE_ROWS, PACKED_ROWS};
-pub use shares::{Shares, columns_of};
+pub use shares::Shares;
 
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
 pub const VARIANTS: [(usize, usize); 8] = [
@@ -50,6 +50,14 @@ impl Code {
             Self::Wgmma => &VARIANTS,
             Self::Mma => &MMA_VARIANTS,
         }
+    }
+    /// Columns of the kernel for `m` rows; those for the most rows if these are too many.
+    pub fn columns(self, m: usize) -> usize {
+        let all = self.variants().iter().map(|&(columns, _)| columns);
+        all.clone()
+            .find(|&columns| m <= columns)
+            .or(all.max())
+            .unwrap_or(m)
     }
     /// Whether gated results of this number of columns go to the next matmul transposed (`prepared_transposes` of
     /// `kernels/linear/prepared.cuh`).

@@ -93,7 +93,7 @@ impl Plan {
         if joined {
             plan.add_launch(caps, matrices);
             plan.add_memory(caps, matrices);
-            plan.add_chaining(matrices);
+            plan.add_chaining(caps, matrices);
         }
         plan
     }
@@ -143,7 +143,7 @@ impl Plan {
                     && batch::activates_input(caps, matrices);
                 self.exchange_bytes =
                     batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
-                self.add_multipliers(batch::scratch_bytes(matrices, rows));
+                self.add_multipliers(batch::scratch_bytes(caps, matrices, rows));
             }
             Kernel::GemmTile => self.add_multipliers(matrices[0].packed_bytes(rows)),
         }
@@ -154,7 +154,7 @@ impl Plan {
         self.scratch_bytes = packed_bytes + 4 * self.call.rows;
     }
 
-    fn add_chaining(&mut self, matrices: &[&Matrix]) {
+    fn add_chaining(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
         let Call { rows, epilogue, .. } = self.call;
         let Epilogue {
             gate, norm, bf16, ..
@@ -174,7 +174,7 @@ impl Plan {
             Kernel::GemmBatch if batch::stores_pairs(matrices) => {
                 self.packs_results = gate && !self.separate_gate;
                 if !norm {
-                    self.input_columns = batch::input(matrices, rows);
+                    self.input_columns = batch::input(caps, matrices, rows);
                 }
                 self.takes_gated = matrices.len() == 1 && self.input_columns.is_some();
             }

@@ -2,12 +2,11 @@
 
 use super::{
     COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, NARROW_COLUMNS,
-    QUARTERS, Tuning, UNCUT_ITEMS, VARIANTS, WIDE_EXCHANGE_CYCLES, items,
+    QUARTERS, Tuning, UNCUT_ITEMS, WIDE_EXCHANGE_CYCLES, items,
 };
 use crate::capabilities::Capabilities;
 use crate::layout::TILE;
 use crate::ops::linear::Matrix;
-use crate::rows::BLOCK_ROWS;
 
 /// Division of a launch's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,14 +31,6 @@ pub struct Shares {
     /// Number of the last items, of which blocks process a quarter of K each before the whole iterations of the others. `items` includes
     /// them.
     pub left: usize,
-}
-
-/// Columns for `m` rows.
-pub fn columns_of(m: usize) -> usize {
-    let all = VARIANTS.map(|(columns, _)| columns);
-    all.into_iter()
-        .find(|&columns| m <= columns)
-        .unwrap_or(BLOCK_ROWS)
 }
 
 impl Shares {
@@ -80,7 +71,7 @@ impl Shares {
         gated: bool,
         tuning: Tuning,
     ) -> Self {
-        let columns = columns_of(m);
+        let columns = code.columns(m);
         let most = code.most_groups(columns);
         if gated {
             let items = items(matrices) / 2;
@@ -131,7 +122,7 @@ impl Shares {
         m: usize,
         tuning: Tuning,
     ) -> Self {
-        let columns = columns_of(m);
+        let columns = code.columns(m);
         let forced = tuning.cut > 0 && tuning.groups > 0;
         if columns > EVEN_COLUMNS && !forced {
             return Self::fastest(caps, code, (items, units), m, tuning);

@@ -177,6 +177,29 @@ fn the_last_round_is_spread_over_all_blocks() {
     );
 }
 
+#[test]
+fn every_number_of_rows_has_a_kernel() {
+    for code in [Code::Wgmma, Code::Mma] {
+        for m in 1..=code.most_rows() {
+            let columns = code.columns(m);
+            assert!(m <= columns, "{code:?} {m}");
+            for gated in [false, true] {
+                let made = matrix(16, 2064);
+                let matrices = [&made, &made];
+                let tuning = Tuning::default();
+                let shares = Shares::new(&hopper(), code, &matrices, m, gated, tuning);
+                let variant = (shares.columns, shares.warpgroups);
+                assert!(
+                    code.variants().contains(&variant),
+                    "{code:?} {m} {variant:?}"
+                );
+            }
+        }
+    }
+    assert_eq!(Code::Wgmma.columns(33), MIDDLE_ROWS);
+    assert_eq!(Code::Mma.columns(33), PACKED_ROWS);
+}
+
 proptest::proptest! {
     #[test]
     fn every_item_is_in_one_share(
