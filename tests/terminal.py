@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from preloaded import Program
 LAUNCHER = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 CTRL_C = b"\x03"
 PATIENCE = 120  # seconds without a sign of life, which only a hang takes
+REACTION = 0.3  # seconds from what a person sees to Ctrl-C
 
 
 class Terminal:
@@ -75,8 +77,11 @@ class Terminal:
         """Press `keys` and wait for the program's end; its exit code, and what it showed after the last `until`.
 
         Ctrl-C is pressed once: the interpreter restores the signal's default while it ends, where another one would
-        kill the program.
+        kill the program. Nobody presses it in the first moments of a prompt, in which prompt_toolkit sets itself up and
+        Python may lose a KeyboardInterrupt in a callback of a weak reference.
         """
+        if keys == CTRL_C:
+            time.sleep(REACTION)
         self.type(keys)
         while self._read():
             pass
