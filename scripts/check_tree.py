@@ -43,10 +43,22 @@ LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
 # these files only, for these reasons. `min` and `max` choose, too. Limits are also the members of LIMITS, which Rust
 # defines, and other names that a file gives one.
-LIMIT_NAMES = {"BLOCK_ROWS", "CPU_CHUNK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
+LIMIT_NAMES = {
+    "BLOCK_ROWS",
+    "CPU_CHUNK_ROWS",
+    "DECODE_TOKENS",
+    "FEW_ROWS",
+    "GEMV_ROWS",
+    "MIDDLE_ROWS",
+    "PACKED_ROWS",
+    "STEP_ROWS",
+}
 LIMIT_OBJECTS = {"LIMITS", "kernel_limits"}
-LIMIT_VALUES = {2, 8, 64, 128, 256, 512}
+LIMIT_VALUES = {2, 8, 16, 48, 64, 128, 256, 512}
 COMPARE_ROWS = {
+    "packages/exl-core/src/exl_core/execution/batch.py": "what a decode step is",
+    "packages/exl-core/src/exl_core/execution/eager.py": "the same, before the step is built",
+    "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "the same: prompts have other passes",
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
     "packages/exl-core/src/exl_core/execution/captured.py": "kernels of shards take packed rows only; "
     "float matrices of more rows run in blocks, so their steps may be padded",
@@ -79,11 +91,15 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/ops/moe/dequantized.rs:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
     "rust/exl-cpu/src/attention/plan.rs:TILE_ROWS": "measured: queries that share a decoding of the keys",
     "rust/exl-cpu/src/block.rs:CHUNK_ROWS": "the only definition of the rows of a fused block of the CPU",
+    "rust/exl-cpu/src/sampling/chain.rs:FEW": "a share of the blocks of a row",
     "rust/exl-cpu/src/experts.rs:FEWEST_ROWS": "measured: fewest rows of a part of a large call",
     "rust/exl-cpu/src/matmul/activations.rs:ROWS": "measured: rows that share a pass over a tile of weights",
     "rust/exl-cpu/src/matmul/multiply.rs:PASS_ROWS": "cost of a pass, in rows",
     "rust/exl-cpu/src/simd/avx2.rs:COLUMNS": "columns of a block of registers",
     "rust/exl-cpu/src/simd/scalar.rs:COLUMNS": "columns of a block of registers",
+    "rust/exl-cuda/kernels/attention/attention_prefill.cuh:ROWS": "queries of a matrix instruction",
+    "rust/exl-cuda/src/ops/attention/mod.rs:ROWS": "queries of a matrix instruction",
+    "rust/exl-cuda/kernels/linear/batch_task.cuh:STAGED_COLUMNS": "columns of the kernels, compared with Rust's",
     "rust/exl-cuda/kernels/linear/tile_layout.cuh:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:COLUMN_TILE": "columns of a matrix instruction; FEW_ROWS is one such tile",
@@ -91,7 +107,6 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/layout/pack.rs:BLOCK_COLUMNS": "columns of weights that are unpacked at a time",
     "rust/exl-cuda/src/ops/attention/select/mod.rs:PREFILL_ROWS": "measured: prefill blocks are faster from there on",
     "rust/exl-cuda/src/ops/kv/select.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
-    "rust/exl-cuda/src/ops/linear/batch/plan.rs:EVEN_COLUMNS": "columns of the kernel of batch_whole.cuh",
     "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_SINGLE": "blocks of a launch",
     "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
     "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",

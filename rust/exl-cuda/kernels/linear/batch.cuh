@@ -28,7 +28,7 @@ struct Batch : BatchFinish<N, true> {
   using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, Finish::go_on, typename Finish::Place;
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N, HALF_BYTES = X_BYTES / 2;
   // Whether half units of activations have a ring of their own.
-  static constexpr bool HALVES = N > 64;
+  static constexpr bool HALVES = N > STAGED_COLUMNS;
   // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 

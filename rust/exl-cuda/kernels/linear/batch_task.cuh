@@ -7,6 +7,8 @@
 constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH_MATRICES = 3;
 // Columns of the launches of which the last round may be spread over all blocks.
 constexpr int SPREAD_COLUMNS = 32;
+// Most columns whose activations are in the stages of the weights.
+constexpr int STAGED_COLUMNS = 64;
 
 // One matrix of a launch.
 struct BatchPart {

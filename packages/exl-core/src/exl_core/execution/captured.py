@@ -109,7 +109,7 @@ class DecodeGraphs:
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
-        self.generation = 0  # number of calls of `clear`: next steps of earlier generations are dropped
+        self.generation = 0  # number of calls of `clear`: prelaunched steps of earlier ones are dropped
         self.reason: str | None = None
         self.apart_reason: str | None = None
 
@@ -330,7 +330,7 @@ class DecodeGraphs:
             raise
 
     def clear(self) -> None:
-        """Drop every captured step, next steps that wait too, and free their memory."""
+        """Drop every captured step, prelaunched ones that wait too, and free their memory."""
         self.generation += 1
         self._drop(list(self._graphs))
         self._sets.clear()

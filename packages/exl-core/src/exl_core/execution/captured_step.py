@@ -1,6 +1,6 @@
 """A captured step with all that its graph refers to, and its replay for the rows of one pass.
 
-The classes of a captured step, from the recorded graph to the engine's next step:
+The classes of a captured step, from the recorded graph to the engine's prelaunched step:
 
 | class | package | what it is | used in |
 |---|---|---|---|

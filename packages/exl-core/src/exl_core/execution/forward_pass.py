@@ -45,7 +45,7 @@ class ForwardPass:
     """
 
     ids: Tensor
-    """[batch, q_len]; int64 on the CPU once checked. `NO_IDS` in a next step."""
+    """[batch, q_len]; int64 on the CPU once checked. `NO_IDS` in a prelaunched step."""
     cache: ExLlamaV2CacheBase | None
     params: AttentionParams | PagedParams | None = None
     input_mask: Tensor | None = None

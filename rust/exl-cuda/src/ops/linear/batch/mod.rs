@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
 use crate::parameters::kernels;
+use crate::rows::PACKED_ROWS;
 use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
@@ -123,14 +124,15 @@ pub fn activates_input(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| packs(caps, matrix, false))
 }
 
-/// Whether these matrices can share launches of up to 64 rows, or of `rows` rows if these are more: kernels exist, and the input's order and
-/// the form are the same.
+/// Whether these matrices can share launches of up to PACKED_ROWS rows, or of `rows` rows if these are more: kernels exist, and the input's
+/// order and the form are the same.
 fn shares_launch(caps: &Capabilities, matrices: &[&Matrix], rows: usize) -> Result<(), Refusal> {
     alike(matrices)?;
-    MMA_VARIANTS
-        .into_iter()
-        .map(|(columns, _)| columns)
-        .chain((rows > EVEN_COLUMNS).then_some(rows))
+    let columns = Code::of(caps)?.variants().iter();
+    columns
+        .map(|&(columns, _)| columns)
+        .filter(|&columns| columns <= PACKED_ROWS)
+        .chain((rows > PACKED_ROWS).then_some(rows))
         .try_for_each(|rows| plan(caps, matrices, rows, false, Tuning::default()).map(|_| ()))
 }
 

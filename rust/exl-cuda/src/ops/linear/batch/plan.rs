@@ -17,8 +17,8 @@ pub const VARIANTS: [(usize, usize); 8] = [
     (16, 4),
     (32, 4),
     (MIDDLE_ROWS, 3),
-    (64, 2),
-    (64, 3),
+    (PACKED_ROWS, 2),
+    (PACKED_ROWS, EVEN_GROUPS),
     (80, 2),
     (96, 2),
     (BLOCK_ROWS, 2),
@@ -45,7 +45,7 @@ impl Code {
             Err(Refusal::Needs(Feature::MmaPipeline))
         }
     }
-    fn variants(self) -> &'static [(usize, usize)] {
+    pub(super) fn variants(self) -> &'static [(usize, usize)] {
         match self {
             Self::Wgmma => &VARIANTS,
             Self::Mma => &MMA_VARIANTS,
@@ -102,14 +102,16 @@ const QUARTERS: usize = 4;
 const ITEM_TILES: usize = 4;
 /// Up to this number of columns, the last round is spread over all blocks, and divisions of matrices without a gate take the fewest cycles.
 const NARROW_COLUMNS: usize = 32;
-assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS });
+/// Up to this number of columns, the stages of the ring hold activations beside weights; more have a ring of half units.
+const STAGED_COLUMNS: usize = PACKED_ROWS;
+assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS, STAGED_COLUMNS == STAGED_COLUMNS });
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
 const MOST_HALF_SLOTS: usize = 4;
 /// `await_stage` of `kernels/linear/batch_mma.cuh` has a case for each number from two on.
 const MOST_MMA_SLOTS: usize = 4;
 /// Columns and warpgroups of the kernel of `kernels/linear/batch_whole.cuh`.
-pub const EVEN_COLUMNS: usize = 64;
+pub const EVEN_COLUMNS: usize = PACKED_ROWS;
 pub const EVEN_GROUPS: usize = 3;
 /// Approximate cost of the exchange between blocks in a launch.
 const EXCHANGE_CYCLES: usize = 3000;

@@ -2,7 +2,7 @@
 
 use super::{
     COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, NARROW_COLUMNS,
-    QUARTERS, Tuning, UNCUT_ITEMS, WIDE_EXCHANGE_CYCLES, items,
+    QUARTERS, STAGED_COLUMNS, Tuning, UNCUT_ITEMS, WIDE_EXCHANGE_CYCLES, items,
 };
 use crate::capabilities::Capabilities;
 use crate::layout::TILE;
@@ -124,7 +124,7 @@ impl Shares {
     ) -> Self {
         let columns = code.columns(m);
         let forced = tuning.cut > 0 && tuning.groups > 0;
-        if columns > EVEN_COLUMNS && !forced {
+        if columns > STAGED_COLUMNS && !forced {
             return Self::fastest(caps, code, (items, units), m, tuning);
         }
         let most = code.most_groups(columns);
@@ -229,7 +229,7 @@ impl Shares {
     }
     /// Whether half units of activations have a ring of their own (`HALVES` of `kernels/linear/batch.cuh`).
     pub(super) fn halves(&self) -> bool {
-        self.code == Code::Wgmma && self.columns > EVEN_COLUMNS
+        self.code == Code::Wgmma && self.columns > STAGED_COLUMNS
     }
     /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
@@ -298,5 +298,5 @@ fn wide_unit_cycles(columns: usize, groups: usize) -> usize {
     } else {
         (2419, 4000)
     };
-    narrow + (wide - narrow) * (columns - EVEN_COLUMNS) / EVEN_COLUMNS
+    narrow + (wide - narrow) * (columns - STAGED_COLUMNS) / STAGED_COLUMNS
 }
