@@ -21,7 +21,8 @@ fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`)
 launches with one rounding less.
 
 `ways.py` decides among them from facts about the model and the pass; `exl info --kernels` asks it about models that are
-not loaded. Conditions that need tensors of a pass (pages, positions, slots of adapters) are in `captured.py`. No other code chooses among these ways. Inside of one, other code chooses launches:
+not loaded. Conditions that need tensors of a pass (pages, positions, slots of adapters) are in `captured.py`. No other
+code chooses among these ways. Inside of one, other code chooses launches:
 
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
   captured step when it is recorded. A half whose description has no joined launches runs its module's own pass.
