@@ -267,6 +267,15 @@ def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_or
 
 
 @pytest.mark.needs("wgmma|mma_pipeline")
+@pytest.mark.parametrize("m", [16, 17, 33, 48, 49])
+def test_each_number_of_columns_has_a_kernel(m: int) -> None:
+    made, _, _ = matrix("smallest")
+    assert planned(made, m) == "gemm_batch"
+    got = ways(made, activations(m, made.in_features, seed=m))
+    assert torch.equal(got["gemm_batch"], got["gemm_tile"])
+
+
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("case", ["wide", "long"])
 def test_large_shapes_by_every_way(case: str) -> None:
     made, _, _ = matrix(case)

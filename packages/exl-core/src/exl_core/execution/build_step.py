@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exl_kernels.device import row_invariant
 from exl_kernels.kv import KVPages
 
 from ..axes import gather_axes, positions_on_axes, runs_of
@@ -43,7 +44,7 @@ def build_step(
     rope_alt: RopeTable | None = None,
     parallel: TensorParallel | None = None,
     ids: Tensor | None = None,
-    invariant: bool = False,
+    invariant: bool | None = None,
 ) -> Step:
     """Build the step with its tensors on `device`.
 
@@ -61,7 +62,7 @@ def build_step(
         rope_alt: second RoPE table, or None.
         parallel: sharding of the model, or None.
         ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
-        invariant: the rows are batch-invariant.
+        invariant: the rows are batch-invariant; None: as `device.row_invariant` says.
 
     Raises:
         SequenceTooLongError: too many tokens for the cache or the model.
@@ -98,7 +99,7 @@ def build_step(
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
         abort_event=abort_event,
-        invariant=invariant,
+        invariant=row_invariant() if invariant is None else invariant,
         loras=loras,
         embeddings=embeddings,
         alt=alt,

@@ -26,16 +26,21 @@ __all__ = ["AttentionInBlock", "MlpInBlock", "choose_own_pass"]
 
 def choose_own_pass(module: Module) -> None:
     """Let a loaded half run in the first of these ways that applies, also one that hooks or other code hold."""
-    found, left = set[int](), [module]
+    found, left = set[int](), list[object]([module])
     while left:
         part = left.pop()
         if id(part) in found:
             continue
         found.add(id(part))
-        if not isinstance(part, SubLayer):
-            left += [held for held in vars(part).values() if isinstance(held, Module)]
-        elif part.loaded:
-            part.own_pass = _own_pass(part.describe())
+        if isinstance(part, SubLayer):
+            if part.loaded:
+                part.own_pass = _own_pass(part.describe())
+        elif isinstance(part, Module):
+            left += vars(part).values()
+        elif isinstance(part, list | tuple):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
 
 
 def _own_pass(about: HalfDescription) -> OwnPass:

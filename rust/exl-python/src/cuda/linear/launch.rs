@@ -29,7 +29,12 @@ pub(super) struct Operands<'a> {
 
 impl Operands<'_> {
     /// Check sizes, types and addresses against the plan.
-    pub(super) fn check(&self, caps: &Capabilities, launch: &Launch) -> PyResult<Target> {
+    /// `caps`: the card, which only chained matmuls need.
+    pub(super) fn check(
+        &self,
+        caps: impl FnOnce() -> PyResult<Capabilities>,
+        launch: &Launch,
+    ) -> PyResult<Target> {
         expect(
             self.plan.joined
                 && self.plan.call.epilogue.gate == self.group.gate().is_some()
@@ -129,7 +134,7 @@ impl Operands<'_> {
         )
     }
 
-    fn check_memory(&self, caps: &Capabilities) -> PyResult<()> {
+    fn check_memory(&self, caps: impl FnOnce() -> PyResult<Capabilities>) -> PyResult<()> {
         let holds = |tensor: Option<&Tensor>, bytes: usize| match tensor {
             Some(t) => t.dtype == DType::U8 && t.numel() >= bytes && t.ptr.is_multiple_of(128),
             None => bytes == 0,
@@ -148,7 +153,7 @@ impl Operands<'_> {
             return Ok(()); // `few::launch` checks the size
         }
         let parts = next.group.get().parts();
-        let bytes = batch::scratch_bytes(caps, &parts, self.plan.call.rows);
+        let bytes = batch::scratch_bytes(&caps()?, &parts, self.plan.call.rows);
         expect(
             self.y.is_none() && parts.len() == 1 && holds(Some(&next.scratch), bytes),
             "the next matmul must have one matrix and enough scratch memory, and y must be None",

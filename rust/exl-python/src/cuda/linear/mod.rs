@@ -372,7 +372,7 @@ impl CudaLinearGroup {
             chained,
             input_activation: input_activation.map(activation_number).transpose()?,
         };
-        let to = call.check(&self.caps(py)?, launch)?;
+        let to = call.check(|| self.caps(py), launch)?;
         let done = match plan.plan.kernel {
             Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
             Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
