@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +28,12 @@ from exl_core.execution.matrix_shapes import MatrixShapes
 from exl_core.execution.select import select
 from exl_core.execution.ways import REFUSAL_OF_ADAPTERS, PassFacts, Way, refusal_of_step, way_of
 from exl_core.layers import MoE
+from exl_kernels import _native
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.moe import cuda
 from exl_kernels.selection import Card
 
+MOST_CHOSEN = _native.CudaExperts.most_pairs
 PAGE = 16
 ROWS = (1, 8, 64, 65, 128, 256, 257)
 PROMPTS = (17, 300)
@@ -39,10 +44,14 @@ def plain(folder: Path) -> ExLlamaV2Config:
     return ExLlamaV2Config(folder)
 
 
-def experts(folder: Path) -> ExLlamaV2Config:
-    write_random_model(folder / "float", CONFIG)
+def experts(folder: Path, **changes: Any) -> ExLlamaV2Config:
+    write_random_model(folder / "float", CONFIG | changes)
     quantize_model(folder / "float", folder / "quantized", bits=4.0)
     return ExLlamaV2Config(folder / "quantized")
+
+
+def experts_of_gelu(folder: Path) -> ExLlamaV2Config:
+    return experts(folder, hidden_act="gelu")
 
 
 def float_experts(folder: Path) -> ExLlamaV2Config:
@@ -53,7 +62,15 @@ def float_matrix(folder: Path) -> ExLlamaV2Config:
     return with_float(folder, "model.layers.0.self_attn.o_proj", 256, 256)
 
 
-MODELS = {"plain": plain, "experts": experts, "float experts": float_experts, "a float matrix": float_matrix}
+MODELS: dict[str, Callable[[Path], ExLlamaV2Config]] = {
+    "plain": plain,
+    "experts": experts,
+    "experts of gelu": experts_of_gelu,
+    "float experts": float_experts,
+    "a float matrix": float_matrix,
+}
+BY_HOST = ("experts of gelu", "float experts")
+"""Those whose experts the host chooses."""
 VARIABLES: dict[str, dict[str, str]] = {
     "as is": {},
     "no graphs": {GRAPHS_VARIABLE: "0"},
@@ -76,9 +93,30 @@ def as_on_a_gpu(model: ExLlamaV2, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(captured, "refusal_of_model", refusal)
     patch.setattr(captured, "refusal_of_capture", lambda model, sets: None)  # a CPU has no kernels of adapters
+    patch.setattr(cuda, "CudaQuantMatrix", Quantized)
+    patch.setattr(cuda, "_native_experts", lambda experts, activation: None)  # takes matrices on a GPU
     for module in model.modules:
         if isinstance(module, MoE):
-            module.capturable = all(linear.quant.format != "float" for linear in module.experts[0])
+            module.capturable = refusal_of_group(module) is None
+
+
+class OfQuantized(type):
+    """Type of a class whose instances are the quantized matrices, on the CPU too."""
+
+    def __instancecheck__(cls, matrix: Any) -> bool:
+        return isinstance(matrix, QuantMatrix) and matrix.format in ("exl2", "gptq")
+
+
+class Quantized(metaclass=OfQuantized):
+    pass
+
+
+def refusal_of_group(mixture: MoE) -> str | None:
+    """Return why the loaded experts of a mixture share no launches."""
+    parts = [expert.matrices() for expert in mixture.experts]
+    whole = [matrices for matrices in parts if matrices is not None]
+    assert len(whole) == len(parts), "no expert has padding columns"
+    return cuda.why_apart(whole, mixture.activation, mixture.chosen)
 
 
 def step(model: ExLlamaV2, batch: int, **changes: Any) -> ForwardPass:
@@ -117,12 +155,45 @@ def test_the_report_gives_the_way_and_the_reason_that_select_gives(
             for tokens in PROMPTS:
                 asked = ForwardPass(torch.full((1, tokens), 7), None, **loras)
                 assert reported[tokens, tokens].kernel == select(model, asked).way, (tokens, variables, adapted)
-    assert seen == ({"eager"} if kind == "float experts" else {"captured", "joined", "eager"})
+    assert seen == ({"eager"} if kind in BY_HOST else {"captured", "joined", "eager"})
 
 
 def same(reason: str | None, why: tuple[str, ...]) -> bool:
     """Whether a report gives the reason of `select`, or both say that the host chooses the experts."""
     return reason in why or ("decides on the host" in str(reason) and any("chosen by the host" in one for one in why))
+
+
+@pytest.mark.parametrize(
+    ("activation", "chosen", "taken"),
+    [
+        ("silu", 3, True),
+        ("gelu_new", 3, True),
+        ("gelu", 3, False),
+        ("relu2", 3, False),
+        ("silu", MOST_CHOSEN, True),
+        ("silu", MOST_CHOSEN + 1, False),
+    ],
+)
+def test_the_report_refuses_the_mixtures_that_a_loaded_model_refuses(
+    activation: str, chosen: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the same reason. Layers have fewer experts than would exceed the limit, so their number is set."""
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
+    init = MoE.__init__
+    monkeypatch.setattr(MoE, "__init__", lambda *given, **named: init(*given, **{**named, "chosen": chosen}))
+    config = experts(tmp_path, hidden_act=activation)
+    model = ExLlamaV2(config)
+    model.load()
+    as_on_a_gpu(model, monkeypatch)
+    refusals = {refusal_of_group(module) for module in model.modules if isinstance(module, MoE)}
+    (refusal,) = refusals
+    assert (refusal is None) == taken
+    uses = {use.operation: use for use in kernel_uses(config, Card.named("H200"), rows=(8,), prompts=())}
+    assert uses[WAY].kernel == select(model, step(model, 8)).way == ("captured" if taken else "eager")
+    assert ("experts" in uses) == taken
+    if not taken:
+        for operation in (WAY, "down_proj"):
+            assert any(why.endswith(f"are chosen by the host: {refusal}") for why in uses[operation].why)
 
 
 def test_the_report_gives_the_way_of_a_mixture_beside_attention_without_joined_launches(

@@ -44,6 +44,7 @@ __all__ = [
     "pass_rows",
     "refusal_of_adapted_rows",
     "refusal_of_adapted_shapes",
+    "refusal_of_experts",
     "rope_store_kernel",
     "runs_packed",
 ]
@@ -506,6 +507,19 @@ def refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | 
         widths: outputs of each matrix.
     """
     return _native.cuda_refusal_of_adapted_shapes(in_features, list(widths))
+
+
+def refusal_of_experts(activation: str, chosen: int) -> str | None:
+    """Return why experts cannot share launches on any card, whatever their matrices, or None.
+
+    Args:
+        activation: kind of activation.
+        chosen: experts a row.
+    """
+    if activation not in FUSED_ACTIVATIONS:
+        return f"no kernel of experts has activation {activation}"
+    most = _native.CudaExperts.most_pairs
+    return None if chosen <= most else f"{chosen} experts a row, more than {most}"
 
 
 def attention_stores_keys(tokens: int) -> bool:

@@ -24,6 +24,7 @@ from exl_kernels.selection import (
     adapter_kernels,
     adapters_pack_input,
     attention_stores_keys,
+    refusal_of_experts,
     rope_store_kernel,
     runs_packed,
 )
@@ -276,6 +277,9 @@ class _Model:
                 return "they have padding columns"
             gate, up, down = parts
             experts.append((gate, up, down))
+        refusal = refusal_of_experts(about.activation, about.chosen)
+        if refusal is not None:
+            return refusal
         return self.card.experts(experts, rows, about.chosen, invariant=invariant)
 
 

@@ -22,7 +22,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
-from ..selection import FEW_ROWS, FUSED_ACTIVATIONS, LIMITS, PACKED_ROWS
+from ..selection import FEW_ROWS, LIMITS, PACKED_ROWS, refusal_of_experts
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
@@ -45,13 +45,14 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
                 return f"{matrix.name or f'a matrix of expert {number}'} is not quantized, or not on a GPU"
     if len({matrix.device for parts in experts for matrix in parts}) > 1:
         return "the experts are on several GPUs"
-    if activation not in FUSED_ACTIVATIONS:
-        return f"activation {activation}"
+    refusal = refusal_of_experts(activation, chosen)
+    if refusal is not None:
+        return refusal
     try:
-        most = _native_experts(experts, activation).most_pairs
+        _native_experts(experts, activation)
     except ValueError as error:
         return str(error)
-    return None if chosen <= most else f"{chosen} experts a row, more than {most}"
+    return None
 
 
 def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
