@@ -63,7 +63,7 @@ def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch:
     ids[:, 1] = torch.where(ids[:, 0] == 1, 3, 1)  # expert 1 has most rows, some may have none
     ids[ids == 2] = 0
     shared, factors, x = rows_of(rows, HIDDEN, 3), torch.rand(rows, 1).cuda(), rows_of(rows, HIDDEN, 4)
-    assert together.kernel(rows, 2, False) == "experts_dequantized"
+    assert together.plan(rows, 2, False).dequantizes
     cases: list[dict[str, Any]] = [{}, {"shared": shared, "shared_weights": factors}, {"residual": x}]
     for more in cases:
         found = together(h, weights, ids, **more)
@@ -82,6 +82,6 @@ def test_all_rows_of_a_prompt_may_choose_one_expert(only: int) -> None:
     ids = torch.full((rows, 1), only, dtype=torch.int64).cuda()
     h, weights = rows_of(rows, HIDDEN), torch.ones(rows, 1).cuda()
     x = rows_of(rows, HIDDEN, 5)
-    assert together.kernel(rows, 1, False) == "experts_dequantized"
+    assert together.plan(rows, 1, False).dequantizes
     want = by_dequantized(h, weights, ids, experts, residual=x)
     assert rms(together(h, weights, ids, residual=x, out=x), want) < 1e-3

@@ -180,6 +180,7 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
     assert [one.kernel for one in prompt.values()] == [
         "experts_by_16", "experts_by_32", "experts_dequantized", "experts_dequantized",
     ]  # fmt: skip
+    assert [card.plan_experts(experts, rows, 4).dequantizes for rows in prompt] == [False, False, True, True]
     mixed = card.experts([*experts, (gptq(256), gptq(256), gptq(K, k=256))], 1, 4)
     assert (mixed.kernel, mixed.joined) == ("experts_apart", False)
     assert "expert 16 is stored in another format" in mixed.refused[0][1]
@@ -208,6 +209,8 @@ def test_scratch_memory_of_experts_is_within_the_bound_of_load_plans(
     for rows in (1, 8, 9, 33, 64, 128, most):
         bound = most_scratch_bytes(rows, chosen, count, K, width)
         assert bound // 8 < card.plan_experts([made] * count, rows, chosen).scratch_bytes <= bound, rows
+    split = card.plan_experts([made] * count, 3 * most + 1, chosen)
+    assert split.scratch_bytes == card.plan_experts([made] * count, most, chosen).scratch_bytes, "of one launch"
 
 
 def test_attention_by_card_cache_and_shape() -> None:

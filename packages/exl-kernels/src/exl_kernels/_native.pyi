@@ -355,10 +355,6 @@ class CudaExperts:
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
         `run`.
         """
-    def kernel(self, /, rows: int, chosen: int, invariant: bool) -> str:
-        """
-        The way to run a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
-        """
     def pad(
         self,
         /,
@@ -375,6 +371,10 @@ class CudaExperts:
         Write the row of each padded row into `rows` int32, 0 for padding, and the padded row of each pair of a row and an expert into
         `places` int32 [pairs]. `padded` int32 [n, 3]: an expert, its first padded row and their number. `order` int64 [pairs]: pairs sorted
         by expert; `begins` int64 [experts + 1]: where each expert's begin there.
+        """
+    def plan(self, /, rows: int, chosen: int, invariant: bool) -> ExpertsPlan:
+        """
+        The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
         """
     def run(
         self,
@@ -394,11 +394,7 @@ class CudaExperts:
         """
         Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
         `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
-        `table`; `scratch` is uint8.
-        """
-    def scratch_bytes(self, /, rows: int, chosen: int) -> int:
-        """
-        Bytes of scratch memory of a call.
+        `table`; `scratch` is uint8, the bytes of a plan of at least as many rows.
         """
     def table(self, /) -> bytes:
         """
@@ -827,6 +823,11 @@ class ExpertsPlan:
     How the experts of a layer run.
     """
     @property
+    def dequantizes(self, /) -> bool:
+        """
+        The call dequantizes some experts at a time; otherwise they share launches.
+        """
+    @property
     def kernel(self, /) -> str:
         """
         As reports name it.
@@ -840,6 +841,11 @@ class ExpertsPlan:
     def scratch_bytes(self, /) -> int:
         """
         Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
+        """
+    @property
+    def shares(self, /) -> bool:
+        """
+        One call for all experts is faster than one expert after the other.
         """
 
 @final

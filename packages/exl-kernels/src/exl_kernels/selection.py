@@ -315,7 +315,7 @@ class Card:
         """
         plan = self.plan_experts(experts, rows, chosen, invariant=invariant)
         refused = () if plan.refused is None else (("shared launches", plan.refused),)
-        return Selection(plan.kernel, plan.kernel != "experts_apart", refused)
+        return Selection(plan.kernel, plan.shares, refused)
 
     def plan_experts(
         self,

@@ -13,6 +13,7 @@ use pyo3::types::PyBytes;
 
 use crate::cuda::linear::NormPrologue;
 use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::select::ExpertsPlan;
 use crate::cuda::{activation_kind, expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -232,9 +233,9 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
-    /// The way to run a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
-    fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> &'static str {
-        self.experts.kernel(rows, chosen, invariant).name()
+    /// The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+    fn plan(&self, rows: usize, chosen: usize, invariant: bool) -> ExpertsPlan {
+        ExpertsPlan::of(&self.experts, rows, chosen, invariant)
     }
 
     /// Number of experts.
@@ -249,14 +250,9 @@ impl CudaExperts {
         self.experts.width()
     }
 
-    /// Bytes of scratch memory of a call.
-    fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
-        self.experts.scratch_bytes(rows, chosen)
-    }
-
     /// Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
     /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
-    /// `table`; `scratch` is uint8.
+    /// `table`; `scratch` is uint8, the bytes of a plan of at least as many rows.
     #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn run(

@@ -255,10 +255,33 @@ pub struct KernelChoice {
 pub struct ExpertsPlan {
     /// As reports name it.
     kernel: &'static str,
+    /// One call for all experts is faster than one expert after the other.
+    shares: bool,
+    /// The call dequantizes some experts at a time; otherwise they share launches.
+    dequantizes: bool,
     /// Why the experts cannot share launches, or None.
     refused: Option<String>,
     /// Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
     scratch_bytes: usize,
+}
+
+impl ExpertsPlan {
+    /// The plan for `rows` rows with `chosen` experts each, batch-invariant or not.
+    pub fn of(experts: &moe::Experts, rows: usize, chosen: usize, invariant: bool) -> Self {
+        let kernel = experts.kernel(rows, chosen, invariant);
+        let scratch_bytes = experts.scratch_bytes(rows, chosen);
+        Self::new(kernel, None, scratch_bytes)
+    }
+
+    fn new(kernel: moe::select::Kernel, refused: Option<String>, scratch_bytes: usize) -> Self {
+        Self {
+            kernel: kernel.name(),
+            shares: kernel.shares(),
+            dequantizes: kernel.dequantizes(),
+            refused,
+            scratch_bytes,
+        }
+    }
 }
 
 /// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not.
@@ -276,16 +299,8 @@ pub fn cuda_select_experts(
         .map(|parts| parts.each_ref().map(|shape| &shape.matrix))
         .collect();
     match moe::Experts::new(&all, &card.caps) {
-        Ok(made) => ExpertsPlan {
-            kernel: made.kernel(rows, chosen, invariant).name(),
-            refused: None,
-            scratch_bytes: made.scratch_bytes(rows, chosen),
-        },
-        Err(why) => ExpertsPlan {
-            kernel: moe::select::Kernel::Apart.name(),
-            refused: Some(why),
-            scratch_bytes: 0,
-        },
+        Ok(made) => ExpertsPlan::of(&made, rows, chosen, invariant),
+        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, Some(why), 0),
     }
 }
 

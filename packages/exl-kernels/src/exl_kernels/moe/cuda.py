@@ -203,11 +203,11 @@ class GroupedExperts:
 
         invariant: rows do not depend on one another, and the call can be captured.
         """
-        return self.kernel(rows, chosen, invariant) != "experts_apart"
+        return self.plan(rows, chosen, invariant).shares
 
-    def kernel(self, rows: int, chosen: int, invariant: bool | None) -> str:
-        """Return the way to run a call, as `selection.Card.experts` names it; `invariant` as for the call."""
-        return self._native.kernel(rows, chosen, row_invariant() if invariant is None else invariant)
+    def plan(self, rows: int, chosen: int, invariant: bool | None) -> _native.ExpertsPlan:
+        """Return the plan of a call, as `selection.Card.plan_experts`; `invariant` as for the call."""
+        return self._native.plan(rows, chosen, row_invariant() if invariant is None else invariant)
 
     def __call__(
         self,
@@ -256,10 +256,10 @@ class GroupedExperts:
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
-        if self.kernel(rows, chosen, invariant) == "experts_dequantized":
-            most = LIMITS.grid_rows  # the weighted sum has a block a row
-            for begin in range(0, rows, most):
-                some = slice(begin, begin + most)
+        plan = self.plan(rows, chosen, invariant)
+        if plan.dequantizes:
+            for begin in range(0, rows, LIMITS.grid_rows):  # the weighted sum has a block a row
+                some = slice(begin, begin + LIMITS.grid_rows)
                 parts, places = self._dequantized_parts(h[some], ids[some])
                 self._native.combine(
                     parts,
@@ -273,9 +273,9 @@ class GroupedExperts:
                 )
             return out
         each = self._most_pairs // chosen
+        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self.device)
         for begin in range(0, rows, each):
-            some = slice(begin, min(rows, begin + each))
-            scratch = torch.empty(self.scratch_bytes(some.stop - begin, chosen), dtype=torch.uint8, device=self.device)
+            some = slice(begin, begin + each)
             self._native.run(
                 self._table,
                 h[some],
@@ -289,10 +289,6 @@ class GroupedExperts:
                 residual=None if residual is None else residual[some],
             )
         return out
-
-    def scratch_bytes(self, rows: int, chosen: int) -> int:
-        """Return the bytes of scratch memory of a shared launch of so many rows with `chosen` experts each."""
-        return self._native.scratch_bytes(rows, chosen)
 
     def _dequantized_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the experts of each row with dequantized matrices.

@@ -41,6 +41,15 @@ impl Kernel {
             Self::Apart => "experts_apart",
         }
     }
+
+    /// Whether one call for all experts is faster than one expert after the other.
+    pub const fn shares(self) -> bool {
+        !matches!(self, Self::Apart)
+    }
+
+    pub const fn dequantizes(self) -> bool {
+        matches!(self, Self::Dequantized)
+    }
 }
 
 /// Average rows of an expert up to which items have room for 8 rows, and for 16, by measurement on an H200. An expert with a few more than an item has
