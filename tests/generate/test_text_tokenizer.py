@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,6 +81,22 @@ def test_what_a_user_spells_stays_text(pair) -> None:
             assert plain.decode_ids(ids, special=True) == text
             _, parsed = conversation_ids(plain, messages, chat_template=template, parse_special=True)
             assert parsed.count(token) == expected.count(token) + 1
+
+
+@pytest.mark.parametrize("document", ["{}", {"{}": "x"}, {"a": {"{}": ["x"]}}, {"a": [{"b": ["x", "{}"]}]}])
+def test_no_text_of_a_document_becomes_a_special_token(pair, document: Any) -> None:
+    plain, _ = pair
+    messages = [{"role": "user", "content": "Hi"}]
+    template = "{{ documents | tojson }}"
+    for spelling, token in plain.extended_piece_to_id.items():
+        if not spelling:
+            continue
+        documents = json.loads(json.dumps([document]).replace("{}", spelling))
+        text, ids = conversation_ids(plain, messages, chat_template=template, documents=documents)
+        assert json.loads(text) == documents
+        assert token not in ids
+        _, parsed = conversation_ids(plain, messages, chat_template=template, documents=documents, parse_special=True)
+        assert token in parsed
 
 
 @given(text=st.text(max_size=40))

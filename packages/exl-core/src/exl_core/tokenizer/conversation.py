@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ChatTemplateError
@@ -60,7 +60,7 @@ def conversation_ids(
         tokenizer: the model's tokenizer.
         messages: the conversation.
         parse_special: convert the text of special tokens in any message to these tokens.
-        **options: options of `apply_chat_template`. Texts of `documents` are untrusted as well.
+        **options: options of `apply_chat_template`. Texts and keys of `documents` are untrusted as well.
 
     Returns:
         The rendered prompt and its ids.
@@ -110,7 +110,7 @@ def conversation_ids(
 def _altered(found: Sequence[str]) -> ChatTemplateError:
     what = f"the text of a special token ({found[0]!r})" if found else "an image"
     return ChatTemplateError(
-        f"a message holds {what}, and the chat template does not keep it as it is: leave it out of the message"
+        f"a message or document holds {what}, and the chat template does not keep it as it is: leave it out"
     )
 
 
@@ -178,17 +178,27 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
-def _strings(document: Any) -> list[str]:
-    values = document.values() if isinstance(document, Mapping) else [document]
-    return [value for value in values if isinstance(value, str)]
+def _strings(document: Any) -> Iterator[str]:
+    """Yield the texts of a document: keys, too, since templates may write them."""
+    if isinstance(document, str):
+        yield document
+    elif isinstance(document, Mapping):
+        yield from _strings([*document.items()])
+    elif isinstance(document, list | tuple):
+        for one in document:
+            yield from _strings(one)
 
 
 def _hidden(pattern: re.Pattern[str], hide: Any, document: Any) -> Any:
+    """Return a document with the spellings in its texts replaced, at every place that `_strings` looks at."""
     if isinstance(document, str):
         return pattern.sub(hide, document)
-    if not isinstance(document, Mapping):
-        return document
-    return {key: pattern.sub(hide, value) if isinstance(value, str) else value for key, value in document.items()}
+    if isinstance(document, Mapping):
+        return dict(_hidden(pattern, hide, [*document.items()]))
+    if isinstance(document, list | tuple):
+        parts = (_hidden(pattern, hide, one) for one in document)
+        return list(parts) if isinstance(document, list) else tuple(parts)
+    return document
 
 
 def _replaced(pattern: re.Pattern[str], hide: Any, message: Mapping[str, Any]) -> Mapping[str, Any]:
