@@ -144,6 +144,19 @@ def test_what_cannot_be_cut_is_refused(http: httpx.Client, more: dict[str, Any],
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
 
 
+@pytest.mark.parametrize("by_answer", [False, True])
+def test_a_forced_call_has_room_in_a_prompt_that_is_cut(http: httpx.Client, by_answer: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}]
+    said = [{"role": "user", "content": "It is late."}, {"role": "assistant", "content": "Yes."}] * 60
+    body = {"messages": [*said, QUESTION], "tools": tools, "tool_choice": "required", "stop": ["a", "e", "{"]}
+    for limit in range(600, 624):
+        fields = {"max_tokens": 1024 - limit, "truncate_prompt_tokens": -1 if by_answer else limit}
+        answer = post(http, "/v1/chat/completions", **body, **fields)
+        assert answer.status_code == 200, (limit, answer.text)
+        # Not a turn more than necessary is left out: one has fewer than 30 tokens.
+        assert limit - 30 < answer.json()["usage"]["prompt_tokens"] <= limit
+
+
 # ---- what a prompt holds ---------------------------------------------------------------------------------------------
 
 

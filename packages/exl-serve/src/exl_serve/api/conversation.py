@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exl_serve.api.generation import Generation
@@ -66,33 +66,29 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     Raises ServeError for every fault that is known before the first token.
     """
     target = await resolve(call, fields)
-    text, family = target.handle.text, target.handle.family
+    family = target.handle.family
     if asked.images and "image" not in target.engine.card.modalities:
         param = asked.images[0].param
         raise ServeError.invalid(f"{param}: the model {target.name} takes no images", param, "unsupported_modality")
     plain = asked.tools if asked.choice != "none" else None
-    rendered = await _rendered(call, fields, asked, target, plain)
-    prompt, ids = rendered.prompt, rendered.ids
     settings = ChannelSettings(
         tools=asked.specs if asked.choice != "none" else (),
         tool_choice=asked.choice,
         parallel=fields.get("parallel_tool_calls", True),
-        starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
         formatted=asked.wanted is not None and asked.wanted.after is None and asked.choice == "auto",
         contents=() if asked.wanted is None or asked.wanted.kind != "choice" else json.loads(asked.wanted.source),
         shows_stop=fields.get("include_stop_str_in_output", False),
     )
+    rendered = await _rendered(call, asked, target, plain, settings)
+    settings = rendered.settings
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields and not family.forces_call(settings):
         constraints += (family.budget(fields["reasoning_budget"], settings.starts_in_reasoning),)
-    forced = family.forced_prefix(settings)
-    if forced:
-        ids = [*ids, *text.encode(forced, special=True)]
     request = engine_request(
         call,
         target,
         fields,
-        ids,
+        rendered.ids,
         max_tokens=asked.max_tokens,
         n=asked.n,
         logprobs=asked.logprobs,
@@ -109,34 +105,39 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    prompt: str
+    """A rendered conversation: its ids with those of a forced call's beginning, and how the answer is read."""
+
     ids: list[int]
+    settings: ChannelSettings
     images: Sequence[ImagePart]
     truncated: int | None = None
 
 
 async def _rendered(
-    call: Call, fields: Mapping[str, Any], asked: Conversation, target: Target, tools: list[dict[str, Any]] | None
+    call: Call, asked: Conversation, target: Target, tools: list[dict[str, Any]] | None, settings: ChannelSettings
 ) -> _Rendered:
     """Render the conversation; where the request allows it, without the oldest messages of one that is too long.
 
     Raises ServeError 400.
     """
-    text = target.handle.text
+    text, family = target.handle.text, target.handle.family
     front = text.encode("", bos=True) if asked.bos else []
 
-    async def render(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+    async def render(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], ChannelSettings]:
         began = time.monotonic()
         prompt, ids = await text.render(messages, tools, asked.variables)
         call.state.meter.observe("exl_template_seconds", time.monotonic() - began, model_name=call.model)
-        return prompt, [*front, *ids]
+        read = replace(settings, starts_in_reasoning=family.starts_in_reasoning(ids, prompt))
+        # A forced call begins in the prompt, and needs room there.
+        forced = family.forced_prefix(read)
+        return [*front, *ids, *(text.encode(forced, special=True) if forced else ())], read
 
-    prompt, ids = await render(asked.messages)
+    ids, read = await render(asked.messages)
     new = asked.max_tokens if asked.max_tokens is not None else call.state.config.server.default_max_tokens
     most = most_prompt_tokens({"truncate_prompt_tokens": asked.truncate}, target, new)
     if most is None:
-        return _Rendered(prompt, ids, asked.images)
-    best = _Rendered(prompt, ids, asked.images, 0)
+        return _Rendered(ids, read, asked.images)
+    best = _Rendered(ids, read, asked.images, 0)
     if len(ids) > most:
         best = await _shortened(asked, most, len(ids), render)
     call.headers["x-exl-truncated-tokens"] = str(best.truncated)
@@ -147,7 +148,7 @@ async def _shortened(
     asked: Conversation,
     most: int,
     whole: int,
-    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[str, list[int]]]],
+    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[list[int], ChannelSettings]]],
 ) -> _Rendered:
     """Return the conversation without as few of its oldest turns as make it fit. System messages in front stay.
 
@@ -161,9 +162,9 @@ async def _shortened(
     while low < high:
         middle = (low + high) // 2
         gone = messages[first : starts[middle]]
-        prompt, ids = await render([*messages[:first], *messages[starts[middle] :]])
+        ids, read = await render([*messages[:first], *messages[starts[middle] :]])
         if len(ids) <= most:
-            best = _Rendered(prompt, ids, asked.images[sum(map(images_of, gone)) :], whole - len(ids))
+            best = _Rendered(ids, read, asked.images[sum(map(images_of, gone)) :], whole - len(ids))
             high = middle
         else:
             low = middle + 1
