@@ -205,11 +205,29 @@ def test_prompts_are_counted_and_shown_as_chat_renders_them(http: httpx.Client) 
         {"messages": [QUESTION]},
         {"messages": begun, "continue_final_message": True},
         {"messages": [QUESTION], "documents": [{"title": "Foxes", "text": "They sleep."}]},
+        {"messages": [QUESTION], "add_special_tokens": True},
+        {"messages": [QUESTION], "add_special_tokens": False},
     ):
         used = chat(http, model="reader", **{"max_tokens": 1} | fields)["usage"]["prompt_tokens"]
         body = {"model": "reader", **fields}
-        assert http.post("/tokenize", json=body).json()["count"] == used
-        assert http.post("/apply-template", json=body).json()["tokens"] == used
+        counted, shown = http.post("/tokenize", json=body), http.post("/apply-template", json=body)
+        assert counted.json()["count"] == used
+        assert shown.json()["tokens"] == used
+        assert "x-exl-ignored" not in {**counted.headers, **shown.headers}
+        again = {"model": "reader", "prompt": shown.json()["prompt"], "add_special_tokens": False}
+        assert http.post("/tokenize", json=again).json()["tokens"] == counted.json()["tokens"]
+
+
+def test_the_tokenizer_s_routes_add_a_bos_to_conversations_by_every_name(http: httpx.Client) -> None:
+    body = {"model": "reader", "messages": [QUESTION]}
+    plain = http.post("/tokenize", json=body).json()["tokens"]
+    bos = http.post("/tokenize", json={"model": "reader", "prompt": ""}).json()["tokens"]
+    assert len(bos) == 1
+    for name in ("add_special_tokens", "add_special", "add_bos_token"):
+        assert http.post("/tokenize", json=body | {name: True}).json()["tokens"] == bos + plain
+        shown = http.post("/apply-template", json=body | {name: True})
+        assert shown.json()["tokens"] == len(bos + plain)
+        assert "x-exl-ignored" not in shown.headers
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ TEMPLATE = {
     name: FIELDS[name]
     for name in (
         *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "documents", "chat_template"),
-        *("add_generation_prompt", "continue_final_message"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     )
 }
 """Fields of chat that change the rendered prompt, by name and alias."""
@@ -99,7 +99,7 @@ async def tokenize(call: Call) -> None:
     Accepts vLLM's fields (prompt or messages), llama.cpp's (content, with_pieces) and TabbyAPI's (text).
     """
     body = await call.json()
-    flags = ("add_special_tokens", "add_special", "add_bos_token", "parse_special", "encode_special_tokens")
+    flags = ("add_special", "add_bos_token", "parse_special", "encode_special_tokens")
     options = _options(call, body, {"prompt", "content", "text", "with_pieces", "return_token_strs", *flags})
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text = handle.text
@@ -110,8 +110,7 @@ async def tokenize(call: Call) -> None:
         special = _flag(body, "parse_special", _flag(body, "encode_special_tokens", True))
         # vLLM and TabbyAPI put the BOS in front unless told otherwise, llama.cpp does not.
         default = "content" not in body
-        bos = _flag(body, "add_special_tokens", _flag(body, "add_special", _flag(body, "add_bos_token", default)))
-        ids = await text.encode_long(given, special=special, bos=bos)
+        ids = await text.encode_long(given, special=special, bos=_adds_bos(body, default))
     else:
         raise ServeError.invalid("prompt, content or messages must be given", "prompt", "missing_field")
     limit = (await handle.engine()).card.max_seq_len
@@ -134,7 +133,14 @@ async def _rendered(
     """Return the prompt of a conversation, and its ids. Raises ServeError 400."""
     limits = call.state.config.server.limits
     plain, _ = tools_of(body.get("tools"), limits)
-    return await handle.text.render(messages_of(messages, limits), plain or None, options)
+    prompt, ids = await handle.text.render(messages_of(messages, limits), plain or None, options)
+    front = handle.text.encode("", bos=True) if _adds_bos(body, False) else []
+    return handle.text.decode(front, special=True) + prompt, [*front, *ids]
+
+
+def _adds_bos(body: Mapping[str, Any], default: bool) -> bool:
+    """Whether a BOS comes first. Raises ServeError 400."""
+    return _flag(body, "add_special_tokens", _flag(body, "add_special", _flag(body, "add_bos_token", default)))
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -159,7 +165,7 @@ async def detokenize(call: Call) -> None:
 async def apply_template(call: Call) -> None:
     """Answer the prompt that a conversation is rendered to."""
     body = await call.json()
-    options = _options(call, body, set())
+    options = _options(call, body, {"add_special", "add_bos_token"})
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text, ids = await _rendered(call, handle, body, body.get("messages"), options)
     await call.answer(200, {"prompt": text, "tokens": len(ids)})

@@ -153,13 +153,15 @@ def _schemas() -> dict[str, Any]:
         "Completion": refer("Common", "OfChat", "Sampling") | _object(COMPLETION, {"prompt": TEXT_OR_LIST}),
         "Response": refer("Common", "Sampling") | _object((*CONVERSATION, *RESPONSE), {"input": TEXT_OR_LIST}),
         "Tokenize": _plain(
-            {"prompt": TEXT, "content": TEXT, "text": TEXT, "messages": MESSAGES, "with_pieces": FLAG}
+            template
+            | {"prompt": TEXT, "content": TEXT, "text": TEXT, "messages": MESSAGES, "with_pieces": FLAG}
             | dict.fromkeys(("add_special_tokens", "add_special", "add_bos_token", "return_token_strs"), FLAG)
             | dict.fromkeys(("parse_special", "encode_special_tokens"), FLAG)
-            | template
         ),
         "Detokenize": _plain({"tokens": IDS, "decode_special_tokens": FLAG}, "tokens"),
-        "ApplyTemplate": _plain({"messages": MESSAGES} | template, "messages"),
+        "ApplyTemplate": _plain(
+            {"messages": MESSAGES, "add_special": FLAG, "add_bos_token": FLAG} | template, "messages"
+        ),
         "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT, "load_inplace": FLAG}, "lora_name", "lora_path"),
         "UnloadAdapter": _plain({"lora_name": TEXT}, "lora_name"),
         "LoadModel": _plain({"model_name": TEXT, "name": TEXT}),
