@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,21 +19,41 @@ from exl_serve.testing.server import LiveServer
 
 FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu", max_batch_size=8)
 QUESTION = {"role": "user", "content": "Tell me a story about a fox."}
+TOOL = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
 WITH_DOCUMENTS = (
     "{% for d in documents or [] %}[{% for key, text in d.items() %}{{ key }}: {{ text }};{% endfor %}]{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+WITHOUT_DOCUMENTS = WITH_DOCUMENTS.partition("{% endfor %}]{% endfor %}")[2]
+SEVERAL = {
+    "early": {"default": WITH_DOCUMENTS, "tool_use": WITHOUT_DOCUMENTS},
+    "late": {"default": WITHOUT_DOCUMENTS, "tool_use": WITH_DOCUMENTS, "rag": WITH_DOCUMENTS},
+}
+"""Chat templates by name, of models that have more than one."""
+
+
+def with_templates(folder: Path, templates: dict[str, str]) -> ModelConfig:
+    """The bundled model with other chat templates."""
+    shutil.copytree(FABLE.path, folder)
+    file = folder / "tokenizer_config.json"
+    named = [{"name": name, "template": template} for name, template in templates.items()]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    changed = {"id": folder.name, "path": str(folder), "family": "generic"}
+    return ModelConfig(**msgspec.structs.asdict(FABLE) | changed)
 
 
 @pytest.fixture(scope="module")
 def http(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The bundled model, a second time with a template that takes documents, and templates of requests allowed."""
-    template = tmp_path_factory.mktemp("template") / "documents.jinja"
+    """The bundled model, also with templates that take documents, and templates of requests allowed."""
+    folder = tmp_path_factory.mktemp("templates")
+    template = folder / "documents.jinja"
     template.write_text(WITH_DOCUMENTS)
     reader = ModelConfig(**msgspec.structs.asdict(FABLE) | {"id": "reader", "template": str(template)})
+    several = [with_templates(folder / name, templates) for name, templates in SEVERAL.items()]
     config = ServeConfig(server=ServerConfig(allow_request_templates=True))
-    live = LiveServer({"fable": fable, "reader": fable}, [FABLE, reader], config)
+    models = [FABLE, reader, *several]
+    live = LiveServer({one.id: fable for one in models}, models, config)
     with httpx.Client(base_url=live.url, timeout=120) as client:
         yield client
     live.close()
@@ -146,9 +168,8 @@ def test_what_cannot_be_cut_is_refused(http: httpx.Client, more: dict[str, Any],
 
 @pytest.mark.parametrize("by_answer", [False, True])
 def test_a_forced_call_has_room_in_a_prompt_that_is_cut(http: httpx.Client, by_answer: bool) -> None:
-    tools = [{"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}]
     said = [{"role": "user", "content": "It is late."}, {"role": "assistant", "content": "Yes."}] * 60
-    body = {"messages": [*said, QUESTION], "tools": tools, "tool_choice": "required", "stop": ["a", "e", "{"]}
+    body = {"messages": [*said, QUESTION], "tools": [TOOL], "tool_choice": "required", "stop": ["a", "e", "{"]}
     for limit in range(600, 624):
         fields = {"max_tokens": 1024 - limit, "truncate_prompt_tokens": -1 if by_answer else limit}
         answer = post(http, "/v1/chat/completions", **body, **fields)
@@ -180,6 +201,35 @@ def test_documents_reach_the_template_as_text(http: httpx.Client, document: dict
 def test_documents_that_nobody_reads_are_refused(http: httpx.Client, model: str, documents: Any) -> None:
     answer = post(http, "/v1/chat/completions", model=model, messages=[QUESTION], documents=documents)
     assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, "documents"), answer.text
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "taken"),
+    [
+        ("early", {}, True),
+        ("early", {"tools": [TOOL]}, False),
+        ("late", {}, False),
+        ("late", {"tools": [TOOL]}, True),
+        ("late", {"chat_template": "rag"}, True),
+        ("late", {"chat_template": "default"}, False),
+    ],
+)
+def test_documents_are_for_the_template_that_renders_them(
+    http: httpx.Client, model: str, more: dict[str, Any], taken: bool
+) -> None:
+    body = {"model": model, "messages": [QUESTION], "max_tokens": 1} | more
+    plain = post(http, "/v1/chat/completions", **body).json()["usage"]["prompt_tokens"]
+    answer = post(http, "/v1/chat/completions", **body, documents=[{"title": "Foxes"}])
+    if taken:
+        assert answer.json()["usage"]["prompt_tokens"] > plain
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents"), answer.text
+
+
+def test_a_template_that_the_model_lacks_is_named(http: httpx.Client) -> None:
+    body = {"messages": [QUESTION], "chat_template": "missing", "documents": [{"title": "Foxes"}]}
+    error = post(http, "/v1/chat/completions", model="late", **body).json()["error"]
+    assert (error["code"], "'missing'" in error["message"]) == ("chat_template", True)
 
 
 def test_a_request_brings_its_template_where_that_is_allowed(http: httpx.Client, server: LiveServer) -> None:

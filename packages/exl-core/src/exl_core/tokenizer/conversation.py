@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ChatTemplateError
 from .text import TextTokenizer
 
-__all__ = ["conversation_ids", "image_spelling"]
+__all__ = ["conversation_ids", "image_spelling", "template_source"]
 
 UNTRUSTED = ("user", "tool", "function", "ipython")
 """Roles with foreign content. The model's own earlier answers keep their markers, since templates look for them."""
@@ -42,6 +42,18 @@ def image_spelling(tokenizer: TextTokenizer) -> tuple[str, str] | None:
         if all(token in known for token in _TOKENS.findall(spelling)):
             return spelling, around
     return None
+
+
+def template_source(tokenizer: TextTokenizer, options: Mapping[str, Any]) -> str:
+    """Return the source of the template that `apply_chat_template` renders with these options.
+
+    Raises:
+        ChatTemplateError: there is no such template.
+    """
+    named = options.get("chat_template")
+    if named is not None and ("{%" in named or "{{" in named):
+        return str(named)
+    return tokenizer.chat_templates.select(named, options.get("tools") is not None)
 
 
 def conversation_ids(
@@ -90,7 +102,7 @@ def conversation_ids(
     if pattern is not None and forged and documents:
         options = options | {"documents": [_hidden(pattern, hide, one) for one in documents]}
     mark = f"\ue002{nonce}\ue003"
-    if images and not _KNOWS_IMAGES.search(_source(tokenizer, options)):
+    if images and not _KNOWS_IMAGES.search(template_source(tokenizer, options)):
         shown = [_as_text(message, mark) for message in shown]
     rendered = tokenizer.apply_chat_template(shown, **options)
     split = re.split(f"\ue000{nonce}(\\d+)\ue001", rendered)
@@ -136,14 +148,6 @@ def _place_images(tokenizer: TextTokenizer, parts: Sequence[Part], mark: str, im
     if seen != images:
         raise ChatTemplateError(f"the conversation has {images} images, and the chat template writes {seen} of them")
     return placed
-
-
-def _source(tokenizer: TextTokenizer, options: Mapping[str, Any]) -> str:
-    """Return the source of the template that `apply_chat_template` uses."""
-    named = options.get("chat_template")
-    if named is not None and ("{%" in named or "{{" in named):
-        return str(named)
-    return tokenizer.chat_templates.select(named, options.get("tools") is not None)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:

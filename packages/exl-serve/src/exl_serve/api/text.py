@@ -10,7 +10,7 @@ from typing import Any
 from exl_core.errors import ChatTemplateError, InputError, TokenizerError
 from exl_core.tokenizer import TextTokenizer
 from exl_core.tokenizer.backend import LONG_TEXT
-from exl_core.tokenizer.conversation import conversation_ids
+from exl_core.tokenizer.conversation import conversation_ids, template_source
 from exl_serve.errors import ServeError
 
 __all__ = ["FolderText"]
@@ -89,13 +89,14 @@ class FolderText:
         parse = bool(values.pop("parse_special_in_content", False))
         if self._template is not None:
             values.setdefault("chat_template", self._template)
-        if values.get("documents") and "documents" not in (values.get("chat_template") or self.template or ""):
-            raise ServeError.unsupported(
-                "documents", "this model's chat template takes no documents: put their texts in a message"
-            )
+        values["tools"] = tools
 
         def work() -> tuple[str, list[int]]:
-            return conversation_ids(self._tokenizer, messages, parse_special=parse, tools=tools, **values)
+            if values.get("documents") and "documents" not in template_source(self._tokenizer, values):
+                raise ServeError.unsupported(
+                    "documents", "this model's chat template takes no documents: put their texts in a message"
+                )
+            return conversation_ids(self._tokenizer, messages, parse_special=parse, **values)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(_renderers, work)
