@@ -151,6 +151,22 @@ def test_a_template_with_parts_and_one_with_strings_say_the_same(client: openai.
     assert said(ask(client, messages)) == said(ask(client, messages, model="parts"))
 
 
+def test_a_conversation_with_images_is_whole_or_rejected(client: openai.OpenAI) -> None:
+    seen = user(part(png(picture(40, 24))), "what?")
+    long = [*user("word " * 400), {"role": "assistant", "content": "Yes."}] * 4
+    cut = {"truncate_prompt_tokens": -1}
+    assert said(ask(client, seen, extra_body=cut)) == said(ask(client, seen))
+    # The same conversation without its image is cut.
+    assert ask(client, [*long, *user("what?")], extra_body=cut).usage.prompt_tokens < 2048
+    for messages, fields, param in (
+        ([*long, *seen], cut, "messages"),
+        (seen, {"truncate_prompt_tokens": 1000}, "truncate_prompt_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="images") as error:
+            ask(client, messages, extra_body=fields)
+        assert error.value.param == param
+
+
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     messages = user(part(png(picture(40, 24))), "what?")
     whole = ask(client, messages, n=2, temperature=1, seed=3)

@@ -107,8 +107,8 @@ async def chat_completions(call: Call) -> None:
     choice, callable_tools = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
     scored = prompt_logprobs_of(call, fields)
-    if scored is not None and images:
-        raise ServeError.invalid("prompt_logprobs and images exclude each other: leave one out", "prompt_logprobs")
+    if images:
+        _check_fields_beside_images(fields)
     wanted = format_of(fields, limits)
     asked = Conversation(
         messages,
@@ -154,9 +154,22 @@ async def chat_completions(call: Call) -> None:
         prepared.generation,
         answer,
         stream=fields.get("stream", False),
-        images=prepared.images,
+        images=images,
         interval=fields.get("stream_interval", 1),
     )
+
+
+def _check_fields_beside_images(fields: Mapping[str, Any]) -> None:
+    """Raise ServeError 400 for a field that a conversation with images cannot have."""
+    if "prompt_logprobs" in fields:
+        raise ServeError.invalid("prompt_logprobs and images exclude each other: leave one out", "prompt_logprobs")
+    most = fields.get("truncate_prompt_tokens", -1)
+    if most > 0:
+        raise ServeError.invalid(
+            f"truncate_prompt_tokens is {most}; it must be -1 or absent for a conversation with images, whose tokens "
+            "are known only when they are read",
+            "truncate_prompt_tokens",
+        )
 
 
 def _reasoning_field(fields: Mapping[str, Any], configured: str) -> str:

@@ -13,7 +13,7 @@ from exl_serve.api.http import Call
 from exl_serve.api.prepare import Target, engine_request, most_prompt_tokens, negative_ids_of, resolve
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest
-from exl_serve.request.messages import ImagePart, images_of
+from exl_serve.request.messages import ImagePart
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 
 __all__ = ["Conversation", "Prepared", "prepare"]
@@ -49,14 +49,12 @@ class Conversation:
 class Prepared:
     """A conversation that is ready to run: the model, the engine request, and the generation.
 
-    `truncated`: tokens of the messages that were left out; None where the request does not allow that. `images`: those
-    of the messages that are left.
+    `truncated`: tokens of the messages that were left out; None where the request does not allow that.
     """
 
     target: Target
     request: EngineRequest
     generation: Generation
-    images: Sequence[ImagePart] = ()
     truncated: int | None = None
 
 
@@ -100,7 +98,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     shown = fields.get("skip_special_tokens", True) is False
     machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(asked.n)]
     generation = Generation(target.engine, [request], machines)
-    return Prepared(target, request, generation, rendered.images, rendered.truncated)
+    return Prepared(target, request, generation, rendered.truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,6 @@ class _Rendered:
 
     ids: list[int]
     settings: ChannelSettings
-    images: Sequence[ImagePart]
     truncated: int | None = None
 
 
@@ -136,8 +133,8 @@ async def _rendered(
     new = asked.max_tokens if asked.max_tokens is not None else call.state.config.server.default_max_tokens
     most = most_prompt_tokens({"truncate_prompt_tokens": asked.truncate}, target, new)
     if most is None:
-        return _Rendered(ids, read, asked.images)
-    best = _Rendered(ids, read, asked.images, 0)
+        return _Rendered(ids, read)
+    best = _Rendered(ids, read, 0)
     if len(ids) > most:
         best = await _shortened(asked, most, len(ids), render)
     call.headers["x-exl-truncated-tokens"] = str(best.truncated)
@@ -154,6 +151,13 @@ async def _shortened(
 
     A turn begins with a message of the user, so that no call loses its result. Raises ServeError 400.
     """
+    if asked.images:  # their tokens are known to the engine only
+        raise ServeError.invalid(
+            f"the prompt has {whole} tokens besides those of its images, more than the {most} that may be kept, and a "
+            "conversation with images is not cut: leave out its oldest messages",
+            "messages",
+            "context_length_exceeded",
+        )
     messages = asked.messages
     first = next((at for at, one in enumerate(messages) if one["role"] != "system"), 0)
     starts = [at for at, one in enumerate(messages) if at > first and one["role"] == "user"]
@@ -161,10 +165,9 @@ async def _shortened(
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        gone = messages[first : starts[middle]]
         ids, read = await render([*messages[:first], *messages[starts[middle] :]])
         if len(ids) <= most:
-            best = _Rendered(ids, read, asked.images[sum(map(images_of, gone)) :], whole - len(ids))
+            best = _Rendered(ids, read, whole - len(ids))
             high = middle
         else:
             low = middle + 1

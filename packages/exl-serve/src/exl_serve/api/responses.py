@@ -46,7 +46,7 @@ async def _serve(
         prepared.generation,
         answer,
         stream=fields.get("stream", False),
-        images=prepared.images,
+        images=conversation.images,
         interval=fields.get("stream_interval", 1),
     )
 

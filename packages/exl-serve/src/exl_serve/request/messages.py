@@ -12,7 +12,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.body import LongUrl
 from exl_serve.stream.family import ToolSpec
 
-__all__ = ["ImagePart", "content_of", "images_of", "messages_of", "tool_choice_of", "tools_of"]
+__all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WITH_IMAGES = ("user", "tool")
@@ -43,12 +43,6 @@ def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = Non
         raise _bad("messages", f"{len(value)} messages; at most {limits.max_messages} are taken")
     renewed = _without_function_calls(value)
     return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(renewed)]
-
-
-def images_of(message: Mapping[str, Any]) -> int:
-    """Return the number of images of a message in the form of chat templates."""
-    content = message.get("content")
-    return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
 
 
 def _without_function_calls(messages: list[Any]) -> list[Any]:
