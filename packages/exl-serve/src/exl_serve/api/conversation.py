@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +19,9 @@ from exl_serve.request.messages import ImagePart
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 
 __all__ = ["Conversation", "Prepared", "prepare"]
+
+MAX_CUTS = 5
+"""Renderings of one request that search for the turns to leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,8 @@ async def _rendered(
 
     async def render(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], ChannelSettings]:
         began = time.monotonic()
-        prompt, ids = await text.render(messages, tools, asked.variables)
+        async with call.state.renders.turn(call.caller.name):
+            prompt, ids = await text.render(messages, tools, asked.variables)
         call.state.meter.observe("exl_template_seconds", time.monotonic() - began, model_name=call.model)
         read = replace(settings, starts_in_reasoning=family.starts_in_reasoning(ids, prompt))
         # A forced call begins in the prompt, and needs room there.
@@ -147,9 +153,11 @@ async def _shortened(
     whole: int,
     render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[list[int], ChannelSettings]]],
 ) -> _Rendered:
-    """Return the conversation without as few of its oldest turns as make it fit. System messages in front stay.
+    """Return the conversation without its oldest turns, as few as make it fit. System messages in front stay.
 
-    A turn begins with a message of the user, so that no call loses its result. Raises ServeError 400.
+    A turn begins with a message of the user, so that no call loses its result. The tokens of a turn are estimated from
+    its characters and the renderings so far. After `MAX_CUTS` renderings the result may lack more turns than needed.
+    Raises ServeError 400.
     """
     if asked.images:  # their tokens are known to the engine only
         raise ServeError.invalid(
@@ -161,16 +169,23 @@ async def _shortened(
     messages = asked.messages
     first = next((at for at, one in enumerate(messages) if one["role"] != "system"), 0)
     starts = [at for at, one in enumerate(messages) if at > first and one["role"] == "user"]
+    sizes = [0, *itertools.accumulate(map(_characters, messages[first:]))]
+    cut = [sizes[at - first] for at in starts]  # characters that each cut leaves out
+    rate = whole / max(1, sizes[-1])
     best: _Rendered | None = None
     low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) // 2
-        ids, read = await render([*messages[:first], *messages[starts[middle] :]])
+    for left in reversed(range(MAX_CUTS)):
+        if low >= high:
+            break
+        at = min(high - 1, max(low, bisect.bisect_left(cut, (whole - most) / rate)))
+        if best is None and left == 0:
+            at = high - 1
+        ids, read = await render([*messages[:first], *messages[starts[at] :]])
         if len(ids) <= most:
-            best = _Rendered(ids, read, whole - len(ids))
-            high = middle
+            best, high = _Rendered(ids, read, whole - len(ids)), at
         else:
-            low = middle + 1
+            low = at + 1
+        rate = max(1, whole - len(ids)) / max(1, cut[at])
     if best is None:
         raise ServeError.invalid(
             f"the prompt has {whole} tokens, and its last turn alone more than the {most} that may be kept: shorten "
@@ -179,3 +194,12 @@ async def _shortened(
             "context_length_exceeded",
         )
     return best
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0

@@ -133,7 +133,9 @@ async def _rendered(
     """Return the prompt of a conversation, and its ids. Raises ServeError 400."""
     limits = call.state.config.server.limits
     plain, _ = tools_of(body.get("tools"), limits)
-    prompt, ids = await handle.text.render(messages_of(messages, limits), plain or None, options)
+    checked = messages_of(messages, limits)
+    async with call.state.renders.turn(call.caller.name):
+        prompt, ids = await handle.text.render(checked, plain or None, options)
     front = handle.text.encode("", bos=True) if _adds_bos(body, False) else []
     return handle.text.decode(front, special=True) + prompt, [*front, *ids]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import asyncio
 
+    from exl_serve.api.rendering import RenderTurns
     from exl_serve.config.model import ModelConfig, ServeConfig
     from exl_serve.engine.client import EngineClient
     from exl_serve.media.reader import MediaReader
@@ -130,6 +131,12 @@ def _media_reader() -> MediaReader:
     return MediaReader()
 
 
+def _render_turns() -> RenderTurns:
+    from exl_serve.api.rendering import RenderTurns
+
+    return RenderTurns()
+
+
 @dataclass
 class AppState:
     """Everything that an API worker's routes share."""
@@ -158,5 +165,7 @@ class AppState:
     known: asyncio.Event | None = None
     #: the server stops before the list of models has been read
     unread: bool = False
+    #: who may render a chat template now
+    renders: RenderTurns = field(default_factory=_render_turns)
     #: decodes images
     media: MediaReader = field(default_factory=_media_reader)

@@ -95,7 +95,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     no_auth: bool = False
     #: accept `prompt_logprobs`, which computes a prompt without the prefix cache
     allow_prompt_logprobs: bool = False
-    #: accept `chat_template` in requests: a template of a client runs in the sandbox of the model's own
+    #: accept `chat_template` in requests: only for trusted clients. Such a template runs in the sandbox of the model's
+    #: own, where it may occupy a process for 10 seconds; a key has at most 2 of the 4 processes of an API worker, two
+    #: keys, or clients without a key, all of them
     allow_request_templates: bool = False
     #: `max_tokens` of a chat or response that names none; none: what the context leaves
     default_max_tokens: int | None = None
