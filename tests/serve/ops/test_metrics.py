@@ -9,9 +9,9 @@ from exl_serve.metrics import GAP_BUCKETS, Gaps
 from exl_serve.super.registry import Metrics
 
 
-def status(boot: bytes, step: int, seconds: float, **more: Any) -> EngineStatus:
+def status(boot: bytes, step: int, seconds: float, free: int = 5, **more: Any) -> EngineStatus:
     fields = dict.fromkeys(("decoding", "prefilling", "queued", "queued_prompt_tokens", "pages_pinned"), 0)
-    fields |= {"pages_cached": 3, "pages_free": 5}
+    fields |= {"pages_cached": 3, "pages_free": free}
     values: dict[str, Any] = {"began": 0.0, "ended": 0.0, "prefill_rate": 0.0, "decode_rate": 0.0}
     return EngineStatus(
         boot=boot, state="ready", step=step, step_seconds=seconds, page_size=256, **fields, **values, **more
@@ -33,6 +33,29 @@ def test_counts_of_an_engine_go_on_when_it_is_started_again() -> None:
         'vllm:num_preemptions_total{model_name="m"} 3.0',
         'vllm:cache_config_info{block_size="256",model_name="m",num_gpu_blocks="8"} 1.0',
     } <= lines(metrics)
+
+
+def test_a_model_has_one_size_of_its_cache() -> None:
+    metrics = Metrics()
+    metrics.engine("m", status(b"a", 1, 0.5))
+    metrics.engine("other", status(b"b", 1, 0.5))
+    metrics.engine("m", status(b"c", 1, 0.5, free=13))
+    for name in ("exl_cache_info", "vllm:cache_config_info"):
+        assert {line for line in lines(metrics) if line.startswith(name)} == {
+            name + '{block_size="256",model_name="m",num_gpu_blocks="16"} 1.0',
+            name + '{block_size="256",model_name="other",num_gpu_blocks="8"} 1.0',
+        }
+
+
+def test_tokens_that_come_together_share_the_time_before_them() -> None:
+    gaps = Gaps(1)
+    gaps.take(0, 1.0, 3)
+    gaps.take(0, 1.016, 4)
+    gaps.take(0, 1.02, 0)
+    gaps.take(0, 1.036, 1)
+    found = {bound: count for bound, count in zip(GAP_BUCKETS, gaps.counts, strict=False) if count}
+    assert found == {0.005: 4, 0.025: 1}
+    assert abs(gaps.total - 0.036) < 1e-9
 
 
 def test_times_between_tokens_are_one_histogram_of_all_workers() -> None:

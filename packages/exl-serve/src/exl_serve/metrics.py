@@ -21,12 +21,14 @@ class Gaps:
         self.counts = [0] * (len(GAP_BUCKETS) + 1)
         self.total = 0.0
 
-    def take(self, choice: int, now: float) -> None:
-        """Count the time since the last token of the choice."""
+    def take(self, choice: int, now: float, tokens: int = 1) -> None:
+        """Count the time since the last tokens of the choice, in equal parts for each of these `tokens`."""
+        if not tokens:
+            return
         last = self._last[choice]
         self._last[choice] = now
         if last:
-            self.counts[bisect.bisect_left(GAP_BUCKETS, now - last)] += 1
+            self.counts[bisect.bisect_left(GAP_BUCKETS, (now - last) / tokens)] += tokens
             self.total += now - last
 
 

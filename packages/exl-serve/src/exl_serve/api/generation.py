@@ -145,7 +145,7 @@ class Generation:
             self.started = True
             if isinstance(event, Tokens):
                 self.generated += len(event.ids)
-                self.gaps.take(base + event.choice, time.monotonic())
+                self.gaps.take(base + event.choice, time.monotonic(), len(event.ids))
             for found in machines[base + event.choice].feed(event):
                 put(found)
 

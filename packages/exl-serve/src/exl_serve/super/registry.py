@@ -158,6 +158,8 @@ class Metrics:
                 self.registry.register(spread)
         #: by model: boot id of its engine, and its counts so far
         self._engines: dict[str, tuple[bytes, tuple[float, ...]]] = {}
+        #: by model: the labels of its cache's size
+        self._caches: dict[str, dict[str, str]] = {}
         for name, (text, labels, other) in GAUGES.items():
             self._made[name] = [Gauge(one, text, labels, registry=self.registry) for one in self._names(name, other)]
 
@@ -213,6 +215,10 @@ class Metrics:
         self._count_steps(model, status)
         if status.page_size and pages:
             sizes = {"block_size": str(status.page_size), "num_gpu_blocks": str(pages)}
+            before = self._caches.get(model, sizes)
+            if before != sizes:  # the model was loaded again with another cache
+                self.forget("exl_cache_info", model_name=model, **before)
+            self._caches[model] = sizes
             self.set("exl_cache_info", 1.0, model_name=model, **sizes)
         self.set("exl_prefill_tokens_per_second", status.prefill_rate, model_name=model)
         self.set("exl_decode_tokens_per_second", status.decode_rate, model_name=model)
