@@ -98,6 +98,28 @@ def test_the_content_follows_the_format(form: str, tokenizer: TextTokenizer) -> 
     assert not takes(choice, tokenizer, headed(form, "maybe"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"type": "string", "pattern": "(?=x)y"}, {"type": "object", "patternProperties": {"(?=x)": {}}}],
+)
+@pytest.mark.parametrize("content", [None, BY_SCHEMA])
+def test_the_tool_whose_schema_cannot_be_compiled_is_named(
+    form: str, tokenizer: TextTokenizer, wrong: dict[str, Any], content: Constraint | None
+) -> None:
+    schemas: list[dict[str, Any]] = [{}, *({"type": "object", "properties": {"a": wrong}} for _ in range(2))]
+    tools = tuple(ToolSpec(f"tool{at}", "", one, False, f"tools[{at}]") for at, one in enumerate(schemas))
+    family = OutputFamily(FORMATS[form], {}, lambda i: b"")
+    for choice in ("auto", "required", "tool2"):
+        constraints = family.constraints(ChannelSettings(tools=tools, tool_choice=choice), content)
+        with pytest.raises(ServeError) as raised:
+            compile_constraints(constraints, None, tokenizer)
+        named = "tools[2]" if choice == "tool2" else "tools[1]"
+        assert (raised.value.code, raised.value.param) == ("invalid_tool_schema", named)
+    (constraint, *_) = family.constraints(ChannelSettings(tools=tools[:1], tool_choice="auto"), None)
+    assert compile_constraints([constraint], None, tokenizer)
+
+
 def drawn(made: Any, tokenizer: TextTokenizer, begin: str, draw: random.Random) -> str | None:
     """A text that begins so and that the grammar takes to its end, at random; None for one that is too long."""
     one = made.clone()

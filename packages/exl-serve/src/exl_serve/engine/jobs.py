@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ __all__ = [
 STARTED, FIRST, END, HELD = (COLUMN_FLAGS[name] for name in ("started", "first", "end", "held"))
 PAGES_AT_ONCE = 512
 """New tokens that a job reserves pages for at a time, so that a large limit does not block the cache for others."""
+
+_PART = re.compile(r"(?:call|json|value|TEXT)_(\d+)(?:_\d+)?: (?:%json (?=\{)|(?=/))")
+"""The begin of a grammar's rule with the schema of a part, or with the pattern of one of its texts."""
 
 
 def settings_of(sampling: Sampling, vocab_size: int) -> Any:
@@ -121,15 +125,36 @@ def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
 
 
 def _check_parts(constraint: Constraint, model: Any, tokenizer: Any) -> None:
-    """Raise ServeError 400 that names the tool whose schema cannot be compiled, if one of them alone cannot."""
-    for param, schema in constraint.parts:
-        try:
-            _filter(Constraint(kind="json_schema", source=schema, param=param), model, tokenizer)
-        except FilterError as error:
-            found = serve_error(error, param)
-            if found.code in ("invalid_grammar", "invalid_schema"):
-                found.code = "invalid_tool_schema" if param.startswith("tools") else "invalid_schema"
-            raise found from error
+    """Raise ServeError 400 that names the first field whose schema alone cannot be compiled, if there is one."""
+    for line in (constraint.around or constraint.source).split("\n") if constraint.parts else ():
+        rule = _PART.match(line)
+        if rule is None or int(rule[1]) >= len(constraint.parts):
+            continue
+        param = constraint.parts[int(rule[1])]
+        body, schema = line[rule.end() :], None
+        source = f"start: VALUE\nVALUE: {body}"
+        if body.startswith("{"):
+            schema, end = json.JSONDecoder().raw_decode(body)
+            source = f"start: %json {body[:end]}"
+        error = _error_of(Constraint(kind="lark", source=source, param=param), model, tokenizer)
+        if error is None:
+            continue
+        if schema is not None:  # the error of the schema alone names the place in it
+            schema.pop("x-guidance", None)
+            alone = Constraint(kind="json_schema", source=json.dumps(schema), param=param)
+            error = _error_of(alone, model, tokenizer) or error
+        found = serve_error(error, param)
+        if found.code in ("invalid_grammar", "invalid_schema"):
+            found.code = "invalid_tool_schema" if param.startswith("tools") else "invalid_schema"
+        raise found from error
+
+
+def _error_of(constraint: Constraint, model: Any, tokenizer: Any) -> FilterError | None:
+    try:
+        _filter(constraint, model, tokenizer)
+    except FilterError as error:
+        return error
+    return None
 
 
 def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:

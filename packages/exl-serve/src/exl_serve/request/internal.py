@@ -72,8 +72,9 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     #: Lark rules, among them `answer`, which refers to `source` as `content`; "": the answer is the content alone
     around: str = ""
-    #: (field, JSON schema) of each tool that `source` or `around` was made from, to find the one that is at fault
-    parts: tuple[tuple[str, str], ...] = ()
+    #: fields of the schemas that the grammar was made from, by the first number in the names of its rules, to find the
+    #: one that is at fault
+    parts: tuple[str, ...] = ()
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

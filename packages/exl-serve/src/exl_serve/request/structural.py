@@ -38,12 +38,12 @@ def structural_of(value: Any, param: str, limits: Limits) -> Constraint:
             f"{param}.triggers", f"{param}.triggers has {len(triggers)} texts; one is offered: what all begins share"
         )
     trigger = _text(triggers[0], f"{param}.triggers[0]")
-    rules, parts = [], []
+    rules, size = [], 0
     for at, one in enumerate(structures):
         made, schema = _rule(one, f"{param}.structures[{at}]", at, trigger)
         rules += made
-        parts.append((f"{param}.structures[{at}].schema", schema))
-    if (size := sum(len(schema) for _, schema in parts)) > limits.max_schema_bytes:
+        size += schema
+    if size > limits.max_schema_bytes:
         raise ServeError.invalid(
             f"the schemas of {param} have {size} characters; together they have at most {limits.max_schema_bytes}",
             f"{param}.structures",
@@ -51,11 +51,12 @@ def structural_of(value: Any, param: str, limits: Limits) -> Constraint:
         )
     start = " | ".join(f"tag_{at}" for at in range(len(structures)))
     source = "\n".join([f"start: {start}", *rules])
-    return Constraint(kind="lark", source=source, after=trigger, then="rearm", param=param, parts=tuple(parts))
+    parts = tuple(f"{param}.structures[{at}].schema" for at in range(len(structures)))
+    return Constraint(kind="lark", source=source, after=trigger, then="rearm", param=param, parts=parts)
 
 
-def _rule(value: Any, param: str, at: int, trigger: str) -> tuple[list[str], str]:
-    """Return the rules of a structure after the trigger, and its schema."""
+def _rule(value: Any, param: str, at: int, trigger: str) -> tuple[list[str], int]:
+    """Return the rules of a structure after the trigger, and the characters of its schema."""
     if not isinstance(value, dict):
         raise ServeError.invalid(f"{param} must be an object with begin, schema and end", param)
     begin, end = (_text(value.get(name), f"{param}.{name}", empty=name == "end") for name in ("begin", "end"))
@@ -66,7 +67,7 @@ def _rule(value: Any, param: str, at: int, trigger: str) -> tuple[list[str], str
         raise ServeError.invalid(f"{param}.schema must be an object, a JSON schema", f"{param}.schema")
     texts = [json.dumps(text, ensure_ascii=False) if text else "" for text in (begin.removeprefix(trigger), end)]
     rule = f"tag_{at}: {texts[0]} json_{at} {texts[1]}"
-    return [rule, f"json_{at}: {json_rule(schema, schema)}"], json.dumps(schema)
+    return [rule, f"json_{at}: {json_rule(schema, schema)}"], len(json.dumps(schema))
 
 
 def _text(value: Any, param: str, *, empty: bool = False) -> str:

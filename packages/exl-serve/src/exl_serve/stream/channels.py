@@ -6,7 +6,6 @@ end of the text that may begin a marker is held back, at most a marker's length.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -83,7 +82,7 @@ class OutputFamily:
         if settings.tools and settings.tool_choice != "none":
             beside = response_format if response_format is not None and response_format.after is not None else None
             found = self._tool_constraints(settings, None if beside is not None else response_format)
-            parts = tuple((one.param, json.dumps(one.parameters)) for one in settings.tools if one.parameters)
+            parts = tuple(one.param for one in self._called(settings))
             found = tuple(msgspec.structs.replace(one, parts=parts) for one in found)
             return found if beside is None or self.forces_call(settings) else (*found, beside)
         if response_format is None:
@@ -128,7 +127,7 @@ class OutputFamily:
                 param="tools",
             )
         forced = self.forces_call(settings)
-        tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
+        tools = self._called(settings)
         if isinstance(form.inside, Harmony):
             if response_format is not None and not forced:
                 return (self._around(response_format, harmony_answer(tools, self.special)),)
@@ -148,7 +147,10 @@ class OutputFamily:
         after = self.special.get(begin, begin)
         return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools"),)
 
-    def _named(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
+    def _called(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
+        """Return the tools that may be called. Raises ServeError 400."""
+        if settings.tool_choice in ("auto", "required"):
+            return settings.tools
         found = [tool for tool in settings.tools if tool.name == settings.tool_choice]
         if not found:
             raise ServeError.invalid(
