@@ -6,7 +6,8 @@ import asyncio
 import gc
 import weakref
 
-from exl_serve.stream.events import Content
+from exl_serve.engine.events import Usage
+from exl_serve.stream.events import AnswerEvent, Content, Error, Finish
 from exl_serve.stream.mailbox import Mailbox
 
 SOON, NEVER = 0.01, 1000.0
@@ -57,5 +58,41 @@ def test_a_box_that_is_closed_keeps_no_timer() -> None:
         del box, waiting
         gc.collect()
         assert kept() is None, "a timer of the event loop holds it"
+
+    asyncio.run(run())
+
+
+def test_each_choice_waits_for_its_own_tokens() -> None:
+    async def run() -> None:
+        box = Mailbox()
+
+        def put(choice: int, tokens: int) -> None:
+            for _ in range(tokens):
+                box.put(Content(choice, "a", (1,)))
+
+        def sizes(events: list[AnswerEvent]) -> dict[int, int]:
+            return {one.choice: len(one.ids) for one in events if isinstance(one, Content)}
+
+        put(0, 3)
+        put(1, 2)
+        box.wait_for(4)
+        assert sizes(await box.take(SOON)) == {0: 3, 1: 2}, "it has waited long enough"
+        put(0, 3)
+        put(1, 2)
+        waiting = asyncio.create_task(box.take(NEVER))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        put(0, 1)
+        assert sizes(await waiting) == {0: 4}
+        assert box.size == 2
+        box.put(Finish(0, "stop", None, Usage(prompt_tokens=1, completion_tokens=7)))
+        assert [type(one) for one in await box.take(NEVER)] == [Finish]
+        put(1, 2)
+        assert sizes(await box.take(NEVER)) == {1: 4}
+        put(1, 1)
+        put(2, 1)
+        box.put(Error(0, 500, "server_error", "engine_error", "failed"))
+        assert sizes(await box.take(NEVER)) == {1: 1, 2: 1}
+        box.release()
 
     asyncio.run(run())

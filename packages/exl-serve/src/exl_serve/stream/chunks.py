@@ -108,11 +108,6 @@ class Answer:
         """Whether every choice has ended, or one has failed."""
         return not self._unfinished or self.error is not None
 
-    @property
-    def unfinished(self) -> int:
-        """Number of choices that have not ended."""
-        return self._unfinished
-
     def line(self, chunk: dict[str, Any]) -> bytes:
         """Return a chunk as one event of a stream."""
         return sse(chunk)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from exl_serve.stream.events import AnswerEvent, Content, Reasoning, ToolArgs
+from exl_serve.stream.events import AnswerEvent, Content, Error, Reasoning, ToolArgs
 
 __all__ = ["HIGH_WATER", "LOW_WATER", "Mailbox"]
 
@@ -19,14 +19,16 @@ Piece = Content | Reasoning | ToolArgs
 
 
 class Mailbox:
-    """Events of one answer, in order. `put` never blocks; `take` waits for events and returns all of them."""
+    """Events of one answer, in order. `put` never blocks; `take` waits for events and returns them."""
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
         self._events: list[AnswerEvent] = []
-        #: a `take` waits for pieces of so many tokens, or for another event
+        #: a `take` waits until a choice has pieces of so many tokens, or another event, and leaves other choices
         self.interval = 1
-        #: of the waiting pieces
-        self._tokens = 0
+        #: tokens of the waiting pieces, by choice
+        self._tokens: dict[int, int] = {}
+        #: choices that a `take` need not wait for
+        self._ready: set[int] = set()
         #: there is enough for a `take`
         self._enough = False
         #: of a `take` that waits
@@ -52,16 +54,35 @@ class Mailbox:
             else:
                 events.append(event)
             if self.interval > 1:
-                self._tokens += 1 if isinstance(event, ToolArgs) else max(1, len(event.ids))
+                self._count(event)
             if self.size > HIGH_WATER and not self._paused and self._pause is not None:
                 self._paused = True
                 self._pause()
-            self._enough = self._enough or self._tokens >= self.interval or self.interval == 1 or self._paused
+            self._enough = self._enough or self.interval == 1 or bool(self._ready) or self._paused
         else:
             events.append(event)
+            # An error ends all choices.
+            self._ready.update(one.choice for one in ([event] if not isinstance(event, Error) else events))
             self._enough = True
         if self._waiter is not None and self._enough:
             self._wake()
+
+    def _count(self, event: Piece) -> None:
+        """Count the tokens of a waiting piece for its choice."""
+        tokens = 1 if isinstance(event, ToolArgs) else max(1, len(event.ids))
+        self._tokens[event.choice] = tokens = self._tokens.get(event.choice, 0) + tokens
+        if tokens >= self.interval:
+            self._ready.add(event.choice)
+
+    def wait_for(self, interval: int) -> None:
+        """Set `interval`, also for the pieces that wait already."""
+        if interval == self.interval:
+            return
+        self.interval = interval
+        for event in self._events:
+            if isinstance(event, Piece):
+                self._count(event)
+        self._enough = interval == 1 or bool(self._ready) or self._paused
 
     def close(self) -> None:
         """End all waiting: the client reads no more, so `take` returns at once."""
@@ -80,7 +101,9 @@ class Mailbox:
             self._timer = None
 
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
-        """Return all waiting events; an empty list after `seconds`, or once closed."""
+        """Return the waiting events of the choices that have enough of them; all of them after `seconds`, or while the
+        request is paused. An empty list once closed.
+        """
         if not self._enough and not self.closed:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -90,10 +113,17 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter, self._deadline = None, math.inf
-        events, self._events = self._events, []
-        self.size = self._tokens = 0
-        self._enough = False
-        return [] if self.closed else events
+        return [] if self.closed else self._taken()
+
+    def _taken(self) -> list[AnswerEvent]:
+        events, ready, left = self._events, self._ready, list[AnswerEvent]()
+        if self.interval > 1 and ready and not self._paused:
+            left = [one for one in events if one.choice not in ready]
+            events = [one for one in events if one.choice in ready]
+        self._events, self._ready, self._enough = left, set(), False
+        self._tokens = {choice: tokens for choice, tokens in self._tokens.items() if left and choice not in ready}
+        self.size = sum(len(one.text) for one in left if isinstance(one, Piece))
+        return events
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
