@@ -75,7 +75,7 @@ def test_each_choice_waits_for_its_own_tokens() -> None:
 
         put(0, 3)
         put(1, 2)
-        box.wait_for(4)
+        box.set_interval(4)
         assert sizes(await box.take(SOON)) == {0: 3, 1: 2}, "it has waited long enough"
         put(0, 3)
         put(1, 2)

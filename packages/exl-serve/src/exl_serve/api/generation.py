@@ -266,7 +266,7 @@ async def _pieces(
             await call.write(data or b": ping\n\n", more=True)
             writing.end()
             if data and interval > 1:  # the first token does not wait for others
-                generation.mailbox.wait_for(interval)
+                generation.mailbox.set_interval(interval)
         generation.mailbox.written()
         events = await generation.mailbox.take(server.ping_seconds)
         if generation.is_cancelled():

@@ -74,7 +74,7 @@ class Mailbox:
         if tokens >= self.interval:
             self._ready.add(event.choice)
 
-    def wait_for(self, interval: int) -> None:
+    def set_interval(self, interval: int) -> None:
         """Set `interval`, also for the pieces that wait already."""
         if interval == self.interval:
             return
