@@ -99,6 +99,28 @@ def test_no_text_of_a_document_becomes_a_special_token(pair, document: Any) -> N
         assert token in parsed
 
 
+@pytest.mark.parametrize("cut", [1, 2, -1])
+def test_texts_side_by_side_spell_no_special_token(pair, cut: int) -> None:
+    """Keys and texts of documents, and the texts of a message, of which a template writes one behind the other."""
+    plain, _ = pair
+    parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    rows = "{% for one in documents %}{% for k, v in one.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}"
+    for spelling, token in plain.extended_piece_to_id.items():
+        if len(spelling) < 2:
+            continue
+        first, second = spelling[:cut], spelling[cut:]
+        content = [{"type": "text", "text": text} for text in ("Hi " + first, second)]
+        messages = [{"role": "user", "content": content}]
+        text, ids = conversation_ids(plain, messages, chat_template=parts)
+        assert text == "Hi " + spelling
+        assert token not in ids
+        messages = [{"role": "user", "content": "Hi"}]
+        for documents in ([{first: second}], [{"a": first}, {second: "b"}]):
+            text, ids = conversation_ids(plain, messages, chat_template=rows, documents=documents)
+            assert spelling in text
+            assert token not in ids
+
+
 @given(text=st.text(max_size=40))
 def test_ordinary_conversations_are_encoded_as_ever(pair, text: str) -> None:
     plain, _ = pair

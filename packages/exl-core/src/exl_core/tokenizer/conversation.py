@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..errors import ChatTemplateError
@@ -30,6 +31,38 @@ _TOKENS = re.compile(r"<\|?\w+\|?>|\[\w+\]")
 _KNOWS_IMAGES = re.compile(r"""['"]image(_url)?['"]""")
 
 Part = tuple[str, bool] | int
+Hide = Callable[[str], str]
+
+
+class Spellings:
+    """The spellings of special tokens in a text: whole ones, and one begun at its end, which a text that a template
+    writes directly behind it could complete.
+    """
+
+    def __init__(self, spellings: Sequence[str]) -> None:
+        self._whole = re.compile("|".join(map(re.escape, spellings)))
+        self._begun = frozenset(one[:size] for one in spellings for size in range(1, len(one)))
+        self._longest = max(map(len, self._begun), default=0)
+
+    def occur(self, text: str, *, begun: bool) -> bool:
+        """Return whether a spelling occurs in the text, or with `begun` begins at its end."""
+        return self._whole.search(text) is not None or (begun and self._begins(text) > 0)
+
+    def hidden(self, text: str, hide: Hide, *, begun: bool) -> str:
+        """Return the text with what `hide` gives in place of the spellings that `occur` finds."""
+        shown = self._whole.sub(lambda match: hide(match.group()), text)
+        size = self._begins(shown) if begun else 0
+        return shown[: len(shown) - size] + hide(shown[len(shown) - size :]) if size else shown
+
+    def _begins(self, text: str) -> int:
+        """Return the length of the longest end of the text that begins a spelling and does not complete it."""
+        sizes = range(min(len(text), self._longest), 0, -1)
+        return next((size for size in sizes if text[len(text) - size :] in self._begun), 0)
+
+
+@lru_cache(maxsize=8)
+def _spellings(texts: tuple[str, ...]) -> Spellings:
+    return Spellings(sorted(texts, key=len, reverse=True))
 
 
 def image_spelling(tokenizer: TextTokenizer) -> tuple[str, str] | None:
@@ -81,12 +114,12 @@ def conversation_ids(
         ChatTemplateError: the template fails, alters or drops text that has to stay text, or drops an image.
     """
     images = sum(map(_images, messages))
-    spellings = [] if parse_special else sorted(filter(None, tokenizer.extended_piece_to_id), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+    known = () if parse_special else tuple(filter(None, tokenizer.extended_piece_to_id))
+    spellings = _spellings(known) if known else None
     documents = options.get("documents") or ()
-    forged = pattern is not None and (
-        any(_spells(pattern, message) for message in messages)
-        or any(pattern.search(text) for one in documents for text in _strings(one))
+    forged = spellings is not None and (
+        any(_spells(spellings, message) for message in messages)
+        or any(spellings.occur(text, begun=True) for one in documents for text in _strings(one))
     )
     if not images and not forged:
         text = tokenizer.apply_chat_template(messages, **options)
@@ -94,13 +127,15 @@ def conversation_ids(
     found: list[str] = []
     nonce = "".join(chr(0xE100 + byte) for byte in secrets.token_bytes(8))
 
-    def hide(match: re.Match[str]) -> str:
-        found.append(match.group())
+    def hide(text: str) -> str:
+        found.append(text)
         return f"\ue000{nonce}{len(found) - 1}\ue001"
 
-    shown = [_replaced(pattern, hide, message) for message in messages] if pattern is not None and forged else messages
-    if pattern is not None and forged and documents:
-        options = options | {"documents": [_hidden(pattern, hide, one) for one in documents]}
+    shown = messages
+    if spellings is not None and forged:
+        shown = [_replaced(spellings, hide, message) for message in messages]
+        if documents:
+            options = options | {"documents": [_hidden(spellings, hide, one) for one in documents]}
     mark = f"\ue002{nonce}\ue003"
     if images and not _KNOWS_IMAGES.search(template_source(tokenizer, options)):
         shown = [_as_text(message, mark) for message in shown]
@@ -171,8 +206,11 @@ def _as_text(message: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
-def _spells(pattern: re.Pattern[str], message: Mapping[str, Any]) -> bool:
-    return message.get("role") in UNTRUSTED and any(map(pattern.search, _texts(message.get("content"))))
+def _spells(spellings: Spellings, message: Mapping[str, Any]) -> bool:
+    if message.get("role") not in UNTRUSTED:
+        return False
+    texts = _texts(message.get("content"))
+    return any(spellings.occur(text, begun=len(texts) > 1) for text in texts)
 
 
 def _texts(content: Any) -> list[str]:
@@ -193,28 +231,29 @@ def _strings(document: Any) -> Iterator[str]:
             yield from _strings(one)
 
 
-def _hidden(pattern: re.Pattern[str], hide: Any, document: Any) -> Any:
+def _hidden(spellings: Spellings, hide: Hide, document: Any) -> Any:
     """Return a document with the spellings in its texts replaced, at every place that `_strings` looks at."""
     if isinstance(document, str):
-        return pattern.sub(hide, document)
+        return spellings.hidden(document, hide, begun=True)
     if isinstance(document, Mapping):
-        return dict(_hidden(pattern, hide, [*document.items()]))
+        return dict(_hidden(spellings, hide, [*document.items()]))
     if isinstance(document, list | tuple):
-        parts = (_hidden(pattern, hide, one) for one in document)
+        parts = (_hidden(spellings, hide, one) for one in document)
         return list(parts) if isinstance(document, list) else tuple(parts)
     return document
 
 
-def _replaced(pattern: re.Pattern[str], hide: Any, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _replaced(spellings: Spellings, hide: Hide, message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if message.get("role") not in UNTRUSTED or content is None:
         return message
     if isinstance(content, str):
-        return {**message, "content": pattern.sub(hide, content)}
+        return {**message, "content": spellings.hidden(content, hide, begun=False)}
     if not isinstance(content, list | tuple):
         return message
+    begun = len(_texts(content)) > 1
     parts = [
-        {**part, "text": pattern.sub(hide, part["text"])}
+        {**part, "text": spellings.hidden(part["text"], hide, begun=begun)}
         if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         else part
         for part in content
