@@ -84,9 +84,14 @@ async def openapi(call: Call) -> None:
 
 async def routes_page(call: Call) -> None:
     """Answer the routes and the fields of their bodies as a page."""
-    data = page(document()).encode()
+    data = _page()
     await call.start(200, PAGE_HEADERS | {"content-length": str(len(data))})
     await call.write(data, more=False)
+
+
+@cache
+def _page() -> bytes:
+    return page(document()).encode()
 
 
 @cache

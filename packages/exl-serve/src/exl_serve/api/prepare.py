@@ -70,7 +70,7 @@ def read_request(
     """Return the clean fields. Unknown fields are named in a header, or rejected. Raises ServeError 400."""
     found, unknown = read_fields(body, fields, own)
     if name := found.get("safety_identifier") or found.get("user"):
-        call.user = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        call.user = hashlib.blake2b(name.encode(), key=call.caller.salt[:64], digest_size=8).hexdigest()
     if unknown:
         if call.state.config.server.strict_fields:
             raise ServeError.invalid(
