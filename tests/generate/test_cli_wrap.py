@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exl_generate.cli.terminal import Wrapper
@@ -27,6 +27,7 @@ def wrapped(text: str, width: int, cuts: list[int] | None = None) -> str:
         ("one two", 7, "one two"),
         ("  \n one", 20, "one"),
         ("a  b\n    indented", 20, "a  b\n    indented"),
+        ("a\n\t\t\tone", 8, "a\n     one"),
         ("a verylongwordindeed b", 10, "a\nverylongwordindeed\nb"),
         ("中文中文中文", 5, "中文\n中文\n中文"),
         ("see:\n```\nx = call(1, 2, 3)\n```\none two three", 8, "see:\n```\nx = call(1, 2, 3)\n```\none two\nthree"),
@@ -54,6 +55,7 @@ def test_pieces_do_not_matter(text: str, width: int, cuts: list[int]) -> None:
 
 
 @given(words, st.integers(4, 30))
+@example("`\n\t \t`", 9)
 def test_lines_fit_and_no_word_is_lost(text: str, width: int) -> None:
     text = text.replace("```", "")
     shown = wrapped(text, width)

@@ -95,6 +95,8 @@ class Wrapper:
         if self._column and not self._glued and self._column + len(spaces) + size > self._width():
             self._column = size
             return "\n" + word
+        if not self._column and not self._glued:  # as much indentation as leaves room for the word
+            spaces = spaces[: max(0, self._width() - size)]
         self._column += len(spaces) + size
         return spaces + word
 
