@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -322,8 +323,16 @@ def test_a_stream_goes_on_when_its_replica_dies(cluster: Cluster, case: str, wha
 
     def seen(events: int) -> None:
         if events == (4 if what == "engine" else 7):
-            killed.append(cluster.busy()["pid" if what == "engine" else "actor"])
-            os.kill(killed[0], signal.SIGKILL)
+            killed.append(kill("pid" if what == "engine" else "actor"))
+
+    def kill(which: str) -> int:
+        for _ in range(100):  # one that the case before has killed may still be listed
+            pid = int(cluster.busy()[which])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                return pid
+            time.sleep(0.05)
+        raise AssertionError("no listed replica is alive")
 
     cluster.replicas(None)
     broken = joined(cluster.url, body, seen)
