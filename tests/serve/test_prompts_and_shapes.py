@@ -146,7 +146,7 @@ def test_the_first_tokens_of_a_text_are_left_out(http: httpx.Client, streaming: 
     assert told["exl"] == {"truncated_tokens": len(ids) - 50}
 
 
-def test_what_fits_stays_whole(http: httpx.Client) -> None:
+def test_a_prompt_that_fits_stays_whole(http: httpx.Client) -> None:
     answer = post(http, "/v1/chat/completions", messages=[QUESTION], max_tokens=8, truncate_prompt_tokens=-1)
     assert answer.headers["x-exl-truncated-tokens"] == "0"
     assert answer.json()["choices"] == chat(http, max_tokens=8)["choices"]
@@ -161,7 +161,7 @@ def test_what_fits_stays_whole(http: httpx.Client) -> None:
         ({"truncate_prompt_tokens": 1000, "max_tokens": 500}, "context_length_exceeded"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(http: httpx.Client, more: dict[str, Any], code: str) -> None:
+def test_a_prompt_that_cannot_be_cut_is_refused(http: httpx.Client, more: dict[str, Any], code: str) -> None:
     answer = post(http, "/v1/chat/completions", **{"messages": talk(12), "max_tokens": 8} | more)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
 

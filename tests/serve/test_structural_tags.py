@@ -84,6 +84,8 @@ def test_a_call_that_has_to_come_leaves_no_text_for_tags(server: LiveServer) -> 
         ({"format": {"type": "json_schema"}}, "format", "unsupported_parameter"),
     ],
 )
-def test_what_cannot_be_followed_is_named(server: LiveServer, change: dict[str, Any], param: str, code: str) -> None:
+def test_tags_that_cannot_be_followed_are_named(
+    server: LiveServer, change: dict[str, Any], param: str, code: str
+) -> None:
     error = ask(server, response_format=GREETING | change).json()["error"]
     assert (error["param"], error["code"]) == (f"response_format.{param}", code), error

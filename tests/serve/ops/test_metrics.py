@@ -79,7 +79,7 @@ def test_times_between_tokens_are_one_histogram_of_all_workers() -> None:
         assert abs(total - 2 * gaps.total) < 1e-9
 
 
-def test_what_no_worker_tells_is_left_out() -> None:
+def test_series_of_other_shapes_are_left_out() -> None:
     metrics = Metrics(alias=False)
     right = [0] * (len(GAP_BUCKETS) + 1)
     name = "exl_inter_token_seconds"

@@ -59,8 +59,8 @@ def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width:
     """Return the most scratch memory of a call's shared launches, in bytes.
 
     An expert has packed columns for its rows, rounded up to FEW_ROWS, to 16 if the average expert has more than five
-    rows, or to 32 if it has more than 16. So all have at most FEW_ROWS - 1 an expert more than three times the pairs of
-    a row and an expert.
+    rows, or at most to 32 if it has more than 16. So all have at most FEW_ROWS - 1 an expert more than three times the
+    pairs of a row and an expert.
 
     Args:
         rows: rows of the call; more than fit one launch are several, which use the same memory.

@@ -317,8 +317,8 @@ class Link:
     def spread(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
         """Add values to a histogram by their buckets; reported within a second."""
         key = (name, tuple(sorted(labels.items())))
-        known, sum = self._spreads.get(key, ([0] * len(counts), 0.0))
-        self._spreads[key] = ([a + b for a, b in zip(known, counts, strict=True)], sum + total)
+        known, before = self._spreads.get(key, ([0] * len(counts), 0.0))
+        self._spreads[key] = ([a + b for a, b in zip(known, counts, strict=True)], before + total)
         self._report_later()
 
     def watching(self, app: ASGIApp) -> ASGIApp:
@@ -396,7 +396,7 @@ class Link:
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]
         self._counts.clear()
         observed, self._observed = self._observed, []
-        spreads = [(name, dict(labels), counted, sum) for (name, labels), (counted, sum) in self._spreads.items()]
+        spreads = [(name, dict(labels), *spread) for (name, labels), spread in self._spreads.items()]
         self._spreads.clear()
         self._send(link.Report(counts + observed, self._ready, spreads))
 

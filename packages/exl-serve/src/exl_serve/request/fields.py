@@ -283,7 +283,7 @@ COMMON: tuple[Field, ...] = (
         "truncate_prompt_tokens",
         integer(-1, 1 << 24),
         "tokens; -1: what the context leaves",
-        meaning="of a longer prompt the oldest messages (chat) or first tokens are left out; the header "
+        meaning="leaves out the oldest messages (chat) or the first tokens of a longer prompt; the header "
         "x-exl-truncated-tokens counts them",
     ),
 )

@@ -54,12 +54,7 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
 
 def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
     """Return the constraint of a JSON schema, or of its text. Raises ServeError 400."""
-    if isinstance(value, str):
-        check_depth(value, limits.max_depth)
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ServeError.invalid(f"{param} is not JSON: {error}", param, "invalid_schema") from None
+    value = _read(value, param, limits)
     if not isinstance(value, dict | bool):
         raise ServeError.invalid(f"{param} must be a JSON schema: an object or a boolean", param, "invalid_schema")
     source = _written(value)
@@ -71,6 +66,17 @@ def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
             "schema_too_complex",
         )
     return Constraint(kind="json_schema", source=source, param=param)
+
+
+def _read(value: Any, param: str, limits: Limits) -> Any:
+    """Return what the JSON of a text holds; any other value as it is. Raises ServeError 400."""
+    if not isinstance(value, str):
+        return value
+    check_depth(value, limits.max_depth)
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ServeError.invalid(f"{param} is not JSON: {error}", param, "invalid_schema") from None
 
 
 def _written(schema: Any) -> str:
@@ -97,13 +103,7 @@ def _structured(value: Any, limits: Limits) -> Constraint:
 
 def _structural(value: Any, param: str, limits: Limits) -> Constraint:
     """Return the constraint of structural tags, which may come as JSON in a text."""
-    if isinstance(value, str):
-        check_depth(value, limits.max_depth)
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ServeError.invalid(f"{param} is not JSON: {error}", param, "invalid_schema") from None
-    return structural_of(value, param, limits)
+    return structural_of(_read(value, param, limits), param, limits)
 
 
 def _regex(value: Any, param: str, limits: Limits) -> Constraint:
