@@ -355,6 +355,11 @@ class CudaExperts:
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
         `run`.
         """
+    @staticmethod
+    def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
+        """
+        Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
+        """
     def pad(
         self,
         /,

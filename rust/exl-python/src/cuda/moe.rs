@@ -233,6 +233,18 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
+    /// Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
+    #[staticmethod]
+    fn most_scratch_bytes(
+        rows: usize,
+        chosen: usize,
+        experts: usize,
+        hidden: usize,
+        width: usize,
+    ) -> usize {
+        moe::most_scratch_bytes(rows, chosen, experts, hidden, width)
+    }
+
     /// The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
     fn plan(&self, rows: usize, chosen: usize, invariant: bool) -> ExpertsPlan {
         ExpertsPlan::of(&self.experts, rows, chosen, invariant)

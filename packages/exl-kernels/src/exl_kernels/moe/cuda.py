@@ -22,7 +22,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
-from ..selection import FEW_ROWS, LIMITS, PACKED_ROWS, refusal_of_experts
+from ..selection import LIMITS, PACKED_ROWS, refusal_of_experts
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
@@ -30,11 +30,12 @@ __all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
 
+most_scratch_bytes = _native.CudaExperts.most_scratch_bytes
+"""(rows, chosen, experts, hidden, width) -> the most scratch memory, in bytes, of the shared launches of a call of
+`rows` rows with `chosen` of `experts` experts each; `width` features are between gate, up and down."""
+
 KEPT_ARRIVALS = PACKED_ROWS
 """Rows of a call whose counters a router keeps, zero between calls. A call of more rows makes its own."""
-
-PAIR_BYTES, TABLE_BYTES = 20, 64
-"""Bytes of a pair of a row and an expert in the tables of a call, and most bytes of the tables besides."""
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -53,27 +54,6 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
     except ValueError as error:
         return str(error)
     return None
-
-
-def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
-    """Return the most scratch memory of a call's shared launches, in bytes.
-
-    An expert has packed columns for its rows, rounded up to FEW_ROWS, to 16 if the average expert has more than five
-    rows, or at most to 32 if it has more than 16. So all have at most FEW_ROWS - 1 an expert more than three times the
-    pairs of a row and an expert.
-
-    Args:
-        rows: rows of the call; more than fit one launch are several, which use the same memory.
-        chosen: experts of a row.
-        experts: experts of the layer.
-        hidden: features of a row.
-        width: features between gate, up and down.
-    """
-    pairs = min(rows * chosen, _native.CudaExperts.most_pairs)
-    columns = 3 * pairs + (FEW_ROWS - 1) * experts
-    padded_hidden, padded_width = (-(-size // LIMITS.unit_rows) * LIMITS.unit_rows for size in (hidden, width))
-    inputs = 2 * padded_hidden + padded_width  # gate and up may have orders of their own
-    return 2 * columns * inputs + 2 * pairs * hidden + PAIR_BYTES * pairs + TABLE_BYTES
 
 
 def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:

@@ -6,6 +6,7 @@
 pub mod dequantized;
 mod plan;
 pub mod route;
+mod scratch;
 pub mod select;
 
 use super::Target;
@@ -18,7 +19,10 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 use crate::parameters::kernels;
 use plan::{Form, Matmul};
+use scratch::{ITEM_BYTES, Scratch, rows_at_once};
 use select::Kernel;
+
+pub use scratch::most_scratch_bytes;
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
@@ -28,8 +32,6 @@ assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PA
 /// Most units of a matrix: a lane of a warp names one of a quarter of them, and its offset is a multiple of 16 in 16 bits.
 const MOST_UNITS: usize = 128;
 const _: () = assert!(MOST_UNITS / 4 <= 32 && MOST_UNITS * (128 * 32 + 512) <= 16 << 16);
-/// Bytes of `ExpertCall`'s items.
-const ITEM_BYTES: usize = 16;
 
 /// `struct Expert` of `kernels/moe/experts.cuh`.
 #[repr(C)]
@@ -133,14 +135,6 @@ pub struct Call {
     pub chosen: usize,
     /// As `elementwise` numbers them.
     pub activation: i32,
-}
-
-/// Sizes of the parts of the scratch memory, each rounded up to 16 bytes.
-struct Scratch {
-    tables: usize,
-    x: usize,
-    inner: usize,
-    parts: usize,
 }
 
 impl Experts {
@@ -287,21 +281,18 @@ impl Experts {
     }
 
     fn scratch(&self, rows: usize, chosen: usize) -> Scratch {
-        let pairs = rows * chosen;
-        let columns = self.columns(rows, chosen);
-        let whole = |bytes: usize| bytes.next_multiple_of(16);
-        Scratch {
-            tables: 16 + ITEM_BYTES * pairs + whole(4 * pairs),
-            x: whole(2 * self.inputs * columns * self.x_stride),
-            inner: whole(2 * columns * self.inner_stride),
-            parts: whole(2 * pairs * self.hidden),
-        }
+        Scratch::of(
+            rows * chosen,
+            self.columns(rows, chosen),
+            self.inputs * self.x_stride,
+            self.inner_stride,
+            self.hidden,
+        )
     }
 
     /// Bytes of scratch memory of a call, or of the launches of [`MOST_PAIRS`] pairs into which larger calls are split.
     pub fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
-        let of = self.scratch(rows.min(MOST_PAIRS / chosen.max(1)), chosen);
-        of.tables + of.x + of.inner + of.parts
+        self.scratch(rows_at_once(rows, chosen), chosen).bytes()
     }
 
     fn argument(&self, op: &Call) -> CallArgument {
@@ -551,6 +542,19 @@ mod tests {
             prop_assert!(a.inner >= a.x + 2 * columns * 512 && a.inner.is_multiple_of(16));
             prop_assert!(a.parts >= a.inner + 2 * columns * 256 && a.parts.is_multiple_of(16));
             prop_assert!(4096 + experts.scratch_bytes(rows, chosen) >= a.parts + 2 * pairs * 512);
+        }
+
+        /// No card needs more, even where gate and up have orders of their own.
+        #[test]
+        fn scratch_memory_is_within_the_bound_of_all_cards(count in 1usize..40, rows in 1usize..3000, chosen in 1usize..9, paired in any::<bool>()) {
+            let hidden = if paired { 2560 } else { 512 };
+            let mut experts = made(count, hidden, 256);
+            experts[0][1].features_host.reverse();
+            let chosen = chosen.min(count);
+            let most = most_scratch_bytes(rows, chosen, count, hidden, 256);
+            let of_card = |card: crate::Card| Experts::new(&all(&experts), &card.with_own_code()).unwrap().scratch_bytes(rows, chosen);
+            let found = CARDS.map(of_card).into_iter().max().unwrap();
+            prop_assert!(found <= most && most <= 2 * found, "{} of {}", found, most);
         }
 
         /// One allocation serves all launches of a split call: the last one, which has fewer rows, needs no more memory.

@@ -3,7 +3,6 @@
 //! Shared launches give results that are bitwise those of one expert after the other with batch-invariant matmuls.
 //! [`super::Experts::new`] reports which experts can share launches on a card.
 
-use super::MOST_PAIRS;
 use super::plan::Form;
 use crate::rows::{FEW_ROWS, PACKED_ROWS};
 
@@ -64,7 +63,7 @@ const ROWS_BY_PAIRS_OF_16: usize = 32;
 const PAIRED_AVERAGE: usize = 1;
 const PAIRED_HIDDEN: usize = 2_560;
 
-/// How shared launches multiply, one of the `forms` of the card. More than [`MOST_PAIRS`] pairs are several calls.
+/// How shared launches multiply, one of the `forms` of the card. More than [`super::MOST_PAIRS`] pairs are several calls.
 pub(super) fn form(
     rows: usize,
     chosen: usize,
@@ -72,7 +71,7 @@ pub(super) fn form(
     hidden: usize,
     forms: &[Form],
 ) -> Form {
-    let pairs = rows.min(MOST_PAIRS / chosen.max(1)) * chosen;
+    let pairs = super::scratch::rows_at_once(rows, chosen) * chosen;
     let at_most = |average: usize| pairs <= average * experts;
     let paired = hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * experts;
     let found = if rows <= FEW_ROWS || at_most(ROWS_BY_8) {
@@ -92,6 +91,13 @@ pub(super) fn form(
     let fitting = forms.iter().rev();
     let mut fitting = fitting.filter(|form| form.tiles() == 1 && form.rows() <= single.rows());
     fitting.next().copied().unwrap_or(forms[0])
+}
+
+/// Most rows of an item of shared launches of so many rows, on a card with or without memory and kernels for any form.
+pub(super) fn most_rows(rows: usize, chosen: usize, experts: usize, hidden: usize) -> usize {
+    let single: Vec<Form> = Form::ALL.into_iter().filter(|f| f.tiles() == 1).collect();
+    let of = |forms: &[Form]| form(rows, chosen, experts, hidden, forms).rows();
+    of(&Form::ALL).max(of(&single))
 }
 
 /// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each, on a card that has
