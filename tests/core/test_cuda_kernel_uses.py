@@ -1,4 +1,4 @@
-"""The matmuls, norms and adapters that `exl info --kernels` reports are those that a model launches.
+"""The matmuls, norms, experts and adapters that `exl info --kernels` reports are those that a model launches.
 
 Needs a GPU or its emulation.
 """
@@ -31,10 +31,11 @@ PAGE = 16
 LAUNCHED = {
     **{kernel: f"{kernel}_" for kernel in ("gemv_ring", "gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")},
     "gemm_large": "dequantize_",
+    "experts_route": "experts_route_",
 }
 """How names of the functions of each kernel begin; for gemm_large those that dequantize for cuBLAS."""
-OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_")
-"""How names of functions begin that only norm rows, or multiply by adapters."""
+OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_|experts_(arrange|gate_up|down|combine)")
+"""How names of functions begin that only norm rows, multiply by adapters, or share the launches of experts."""
 RANK = 8
 FLOATS = {
     "whole": {},

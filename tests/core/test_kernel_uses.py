@@ -45,10 +45,12 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
     def named(operation: str, rows: int) -> KernelUse | None:
         return next((use for use in uses if (use.operation, use.rows) == (operation, rows)), None)
 
-    for rows, kernel in ((1, "experts_by_8"), (8, "experts_by_8"), (64, "experts_by_32")):
+    for rows, by in ((1, 8), (8, 8), (64, 32)):
         router, experts, shared = (named(name, rows) for name in ("router", "experts", "gate_proj"))
         assert router is not None
         assert (router.kernel, router.why) == ("experts_route", ())
+        matmuls = [f"experts_{matmul}_exl2_32_{by}" for matmul in ("gate_up", "down")]
+        kernel = " + ".join(("experts_arrange", *matmuls, "experts_combine"))
         assert (None if experts is None else (experts.kernel, experts.why)) == ((kernel, ()) if quantized else None)
         assert shared is not None
         alone = "gemm_batch" if rows > 8 else "gemm_tile"

@@ -838,6 +838,11 @@ class ExpertsPlan:
         As reports name it.
         """
     @property
+    def launches(self, /) -> list[str]:
+        """
+        Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
+        """
+    @property
     def refused(self, /) -> str | None:
         """
         Why the experts cannot share launches, or None.

@@ -113,7 +113,8 @@ class Selection:
     kernel: str
     """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS). The
     name of the launched function for attention, such as attention_fp16_128_decode1. The names of all launched functions
-    in their order for sampling, such as "sample_shape + sample_choose"; "CPU" for rows that no GPU samples."""
+    in their order for sampling, such as "sample_shape + sample_choose", and for experts that share launches; "CPU" for
+    rows that no GPU samples."""
     joined: bool
     """Whether one launch takes all matrices with norm, gate and residual. Otherwise `kernel` is that of the first
     matrix alone."""
@@ -309,13 +310,13 @@ class Card:
             invariant: rows are batch-invariant, as always for few rows and in captured steps.
 
         Returns:
-            experts_by_8, experts_by_16 or experts_by_32 in shared launches, so many rows of an expert at a time,
-            experts_by_2x8 or experts_by_2x16, which multiply two tiles of features with one load of these rows, or
-            experts_dequantized (`moe.GroupedExperts`); or experts_apart, one after the other.
+            The functions of shared launches, whose matmuls end in 8, 16 or 32, so many rows of an expert at a time, or
+            in 2x8 or 2x16, which multiply two tiles of features with one load of these rows; or experts_dequantized
+            (`moe.GroupedExperts`); or experts_apart, one after the other.
         """
         plan = self.plan_experts(experts, rows, chosen, invariant=invariant)
         refused = () if plan.refused is None else (("shared launches", plan.refused),)
-        return Selection(plan.kernel, plan.shares, refused)
+        return Selection(" + ".join(plan.launches) or plan.kernel, plan.shares, refused)
 
     def plan_experts(
         self,
@@ -325,7 +326,11 @@ class Card:
         *,
         invariant: bool = False,
     ) -> _native.ExpertsPlan:
-        """Return the plan of `moe.GroupedExperts`, with the scratch memory of a launch; arguments as for `experts`."""
+        """Return the plan of `moe.GroupedExperts`, with the scratch memory of a launch; arguments as for `experts`.
+
+        Its `kernel` names shared launches by their rows: experts_by_8, experts_by_16, experts_by_32, experts_by_2x8 or
+        experts_by_2x16.
+        """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
         return _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)
 

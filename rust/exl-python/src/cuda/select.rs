@@ -263,23 +263,28 @@ pub struct ExpertsPlan {
     refused: Option<String>,
     /// Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
     scratch_bytes: usize,
+    /// Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
+    launches: Vec<String>,
 }
 
 impl ExpertsPlan {
     /// The plan for `rows` rows with `chosen` experts each, batch-invariant or not.
     pub fn of(experts: &moe::Experts, rows: usize, chosen: usize, invariant: bool) -> Self {
-        let kernel = experts.kernel(rows, chosen, invariant);
-        let scratch_bytes = experts.scratch_bytes(rows, chosen);
-        Self::new(kernel, None, scratch_bytes)
+        Self {
+            scratch_bytes: experts.scratch_bytes(rows, chosen),
+            launches: experts.launches(rows, chosen, invariant),
+            ..Self::new(experts.kernel(rows, chosen, invariant), None)
+        }
     }
 
-    fn new(kernel: moe::select::Kernel, refused: Option<String>, scratch_bytes: usize) -> Self {
+    fn new(kernel: moe::select::Kernel, refused: Option<String>) -> Self {
         Self {
             kernel: kernel.name(),
             shares: kernel.shares(),
             dequantizes: kernel.dequantizes(),
             refused,
-            scratch_bytes,
+            scratch_bytes: 0,
+            launches: Vec::new(),
         }
     }
 }
@@ -300,7 +305,7 @@ pub fn cuda_select_experts(
         .collect();
     match moe::Experts::new(&all, &card.caps) {
         Ok(made) => ExpertsPlan::of(&made, rows, chosen, invariant),
-        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, Some(why), 0),
+        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, Some(why)),
     }
 }
 

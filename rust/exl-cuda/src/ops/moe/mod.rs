@@ -249,6 +249,21 @@ impl Experts {
         )
     }
 
+    /// The kernels of the launches of [`run`], in their order; none where [`Experts::kernel`] is not one of shared launches.
+    pub fn launches(&self, rows: usize, chosen: usize, invariant: bool) -> Vec<String> {
+        let Kernel::Shared(form) = self.kernel(rows, chosen, invariant) else {
+            return Vec::new();
+        };
+        let matmuls = self.matmuls.each_ref();
+        let [gate_up, down] = matmuls.map(|matmul| self.matmul_name(matmul, form));
+        vec![ARRANGE.to_owned(), gate_up, down, COMBINE.to_owned()]
+    }
+
+    fn matmul_name(&self, matmul: &Matmul, form: Form) -> String {
+        let (name, kind, entry_rows) = (matmul.name, self.kind, self.entry_rows);
+        format!("experts_{name}_{kind}_{entry_rows}_{}", form.suffix())
+    }
+
     pub fn hidden(&self) -> usize {
         self.hidden
     }
@@ -336,11 +351,14 @@ impl Experts {
     }
 }
 
+const ARRANGE: &str = "experts_arrange";
+const COMBINE: &str = "experts_combine";
+
 /// Kernels in the image of `file`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let Some(rest) = file.strip_prefix("experts_") else {
-        let mut names = ["arrange", "combine", "pad"]
-            .map(|name| format!("experts_{name}"))
+        let mut names = [ARRANGE, COMBINE, "experts_pad"]
+            .map(str::to_owned)
             .to_vec();
         names.extend(route::kernels());
         return names;
@@ -400,11 +418,10 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     let blocks = (pairs * experts.inputs + 1) as u32;
     // As in the next launch, so that SMs need not change over.
     let of_sm = plan(&experts.matmuls[0]).of_sm;
-    launch("experts_arrange", blocks, 256, 0, of_sm, argument)?;
+    launch(ARRANGE, blocks, 256, 0, of_sm, argument)?;
     // No launch may come between the two: see `expert_product`.
     for matmul in &experts.matmuls {
-        let (name, kind, entry_rows) = (matmul.name, experts.kind, experts.entry_rows);
-        let kernel = format!("experts_{name}_{kind}_{entry_rows}_{}", form.suffix());
+        let kernel = experts.matmul_name(matmul, form);
         let plan = plan(matmul);
         argument.tiles = matmul.tiles as i32;
         argument.unit_bytes = matmul.unit_bytes as i32;
@@ -433,7 +450,7 @@ unsafe fn sum_parts(
     of_sm: Option<usize>,
 ) -> Result<(), CudaError> {
     let launch = Launch {
-        kernel: "experts_combine",
+        kernel: COMBINE,
         grid: [experts.hidden.div_ceil(512) as u32, argument.rows as u32, 1],
         block: 256,
         shared_bytes: 0,
