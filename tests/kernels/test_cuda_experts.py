@@ -184,7 +184,7 @@ def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> 
     """Bitwise as `rms_norm` and the router, for rows alone and together."""
     router = ExpertRouter(float_matrix(hidden, experts, bias=torch.randn(experts)), 2, normalize=True)
     norm = FusedNorm(torch.randn(hidden, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, offset)
-    assert router.takes_norm(norm)
+    assert router.plan(1, norm).norms
     for rows in (1, 3, 70):
         x = rows_of(rows, hidden, rows)
         h, weights, ids = router.norm_and_route(x, norm)
@@ -249,7 +249,7 @@ def test_norms_that_the_router_does_not_take() -> None:
         FusedNorm(ones[:256].half(), 1e-5),
         FusedNorm(ones[:256], 1e-5, layer=True),
     ):
-        assert not router.takes_norm(norm)
+        assert not router.plan(1, norm).norms
         with pytest.raises(ShapeError, match="the router takes RMS norms of 256 features"):
             router.norm_and_route(rows_of(1, 256), norm)
     with pytest.raises(

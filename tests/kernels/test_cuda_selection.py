@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import make_cuda_case
@@ -9,7 +11,7 @@ from attention_cases import make_cuda_case
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import FusedLinear, FusedNorm
-from exl_kernels.moe import GroupedExperts
+from exl_kernels.moe import GroupedExperts, expert_router
 from exl_kernels.sampling import Plan, Row, sample
 from exl_kernels.selection import Card, MatrixShape
 
@@ -96,6 +98,28 @@ def test_experts_are_launched_as_selected(rows: int, hidden: int) -> None:
     names()
     grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
     assert names() == set(expected.kernel.split(" + "))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 200])
+@pytest.mark.parametrize("jitter", [None, 0.1])
+def test_a_router_launches_what_its_shape_selects(rows: int, jitter: float | None) -> None:
+    made = QuantMatrix.from_float(torch.zeros(128, K).half(), device="cuda", name="router")
+    router = expert_router(made, 2, normalize=True, jitter=jitter)
+    assert router is not None
+    card, x = Card.device(torch.cuda.current_device()), torch.randn(rows, K, device="cuda").half()
+    shape: dict[str, Any] = {"hidden": K, "experts": 128, "chosen": 2, "sparse": jitter is not None}
+    norm = FusedNorm(torch.ones(K, device="cuda"), 1e-5)
+    for given, rms in ((None, None), (norm, K)):
+        expected = card.plan_router(rows, **shape, rms=rms)
+        plan = router.plan(rows, given)
+        assert (plan.kernel, plan.norms) == (expected.kernel, expected.norms) == (expected.kernel, rms is not None)
+        names()
+        if given is None:
+            router(x)
+        else:
+            router.norm_and_route(x, given)
+        assert names() == {f"{expected.kernel}_f16"}
+        assert router.plan(rows, given) is plan, "kept"
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 128), (2, 128), (1, 72), (200, 64)])

@@ -210,6 +210,21 @@ def test_long_rows_take_two_tiles_of_experts_on_large_cards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", known_cards())
+def test_a_router_norms_and_routes_or_leaves_both_to_torch(name: str) -> None:
+    def found(rows: int = 1, **changes: Any) -> tuple[str, bool, bool]:
+        plan = Card.named(name).plan_router(rows, **{"hidden": K, "experts": 128, "chosen": 8, "rms": K, **changes})
+        assert plan.routes == (plan.refused is None)
+        return plan.kernel, plan.routes, plan.norms
+
+    assert found() == found(sparse=True, chosen=2) == ("experts_route", True, True)
+    assert found(200) == ("experts_route_many", True, True)
+    assert found(rms=None) == found(rms=2 * K) == ("experts_route", True, False)
+    for refused in ({"hidden": 1028}, {"hidden": 1 << 15}, {"experts": 1025}, {"chosen": 129}, {"quantized": True}):
+        assert found(**refused) == ("topk", False, False)
+        assert found(**refused, sparse=True) == ("sparse_mixture", False, False)
+
+
+@pytest.mark.parametrize("name", known_cards())
 @pytest.mark.parametrize(("count", "chosen", "width"), [(2, 1, 256), (12, 4, 384), (40, 8, 128)])
 def test_scratch_memory_of_experts_is_within_the_bound_of_load_plans(
     name: str, count: int, chosen: int, width: int

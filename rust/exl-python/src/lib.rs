@@ -62,11 +62,13 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
-    use crate::cuda::moe::{CudaExperts, ExpertRouter};
+    use crate::cuda::moe::CudaExperts;
     #[pymodule_export]
     use crate::cuda::padded::{dequantized_bytes, most_padded_rows, plan_padded_experts};
     #[pymodule_export]
     use crate::cuda::peer::{PeerColumns, PeerExchange};
+    #[pymodule_export]
+    use crate::cuda::router::{ExpertRouter, RouterPlan, cuda_plan_router};
     #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingNeeds, SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
@@ -78,7 +80,7 @@ mod _native {
         cuda_cards, cuda_float_rows, cuda_pass_rows, cuda_plan_alone, cuda_plan_fused,
         cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes, cuda_rows_invariant,
         cuda_runs_packed, cuda_select_adapters, cuda_select_attention, cuda_select_experts,
-        cuda_select_norm, cuda_select_rope_store, cuda_select_router, cuda_select_sampling,
+        cuda_select_norm, cuda_select_rope_store, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -53,6 +53,7 @@ __all__ = [
     "ProbedDevice",
     "RefusedKernel",
     "Rotation",
+    "RouterPlan",
     "SamplingNeeds",
     "SamplingPlan",
     "SamplingWorkspace",
@@ -82,6 +83,7 @@ __all__ = [
     "cuda_pass_rows",
     "cuda_plan_alone",
     "cuda_plan_fused",
+    "cuda_plan_router",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
@@ -101,7 +103,6 @@ __all__ = [
     "cuda_select_experts",
     "cuda_select_norm",
     "cuda_select_rope_store",
-    "cuda_select_router",
     "cuda_select_sampling",
     "cuda_softcap",
     "dequantized_bytes",
@@ -769,26 +770,32 @@ class ExpertRouter:
         Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
         negative, two experts are chosen by the sparse mixer.
         """
+    def plan(self, /, rows: int, norm: NormPrologue | None = None) -> RouterPlan:
+        """
+        The plan of `rows` rows, whose launch applies `norm` first where it can.
+        """
+    @staticmethod
+    def refusal(*, hidden: int, experts: int, chosen: int, quantized: bool) -> str | None:
+        """
+        Why no kernel chooses `chosen` of `experts` experts by a router of `hidden` features, whatever the card and the rows; None where one does.
+        """
     def route(
         self,
         /,
+        plan: RouterPlan,
         h: Tensor,
+        *,
         logits: Tensor,
         arrivals: Tensor,
         ids: Tensor,
         weights: Tensor,
         launch: Launch,
-        *,
-        norm: NormPrologue | None = None,
         normed: Tensor | None = None,
     ) -> None:
         """
         Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
-        """
-    def scratch_rows(self, /, rows: int) -> int:
-        """
-        Rows of `logits` and `arrivals` that a call of `rows` rows needs.
+        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. A plan that norms writes the normed h into
+        `normed`, like h. `plan` is one of this router.
         """
 
 @final
@@ -1388,6 +1395,37 @@ class Rotation:
     def sin(self, /) -> Tensor: ...
 
 @final
+class RouterPlan:
+    """
+    How a number of rows is routed.
+    """
+    @property
+    def kernel(self, /) -> str:
+        """
+        experts_route or experts_route_many; "topk" or "sparse_mixture" where the caller computes logits and chooses.
+        """
+    @property
+    def norms(self, /) -> bool:
+        """
+        The launch norms the rows first.
+        """
+    @property
+    def refused(self, /) -> str | None:
+        """
+        Why no kernel routes, or None.
+        """
+    @property
+    def routes(self, /) -> bool:
+        """
+        One launch chooses the experts.
+        """
+    @property
+    def scratch_rows(self, /) -> int:
+        """
+        Rows of `logits` and `arrivals` of `ExpertRouter.route`.
+        """
+
+@final
 class SamplingNeeds:
     """
     Launches that the rows of a call need besides shaping and choosing.
@@ -1662,6 +1700,22 @@ def cuda_plan_fused(
     activation, for aligned float16.
     """
 
+def cuda_plan_router(
+    card: CudaCard,
+    rows: int,
+    *,
+    hidden: int,
+    experts: int,
+    chosen: int,
+    sparse: bool,
+    quantized: bool,
+    rms: int | None = None,
+) -> RouterPlan:
+    """
+    The plan of a router of `hidden` features that chooses `chosen` of `experts` experts for each of `rows` rows, as `ExpertRouter.plan` makes
+    it for a loaded one. `sparse`: two experts are chosen by the sparse mixer. `rms`: features of the RMS norm before it, or None.
+    """
+
 def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
     """
     Return (driver's CUDA version, devices, reason why CUDA cannot be used).
@@ -1771,11 +1825,6 @@ def cuda_select_rope_store(
 ) -> KernelChoice:
     """
     The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors.
-    """
-
-def cuda_select_router(card: CudaCard, experts: int, rows: int) -> str:
-    """
-    The kernel that chooses among `experts` experts for each of `rows` rows.
     """
 
 def cuda_select_sampling(

@@ -35,6 +35,7 @@ __all__ = [
     "Card",
     "MatrixShape",
     "NormOperation",
+    "RouterPlan",
     "Selection",
     "adapter_kernels",
     "adapters_pack_input",
@@ -97,6 +98,8 @@ COLUMN_MARKS = LIMITS.column_marks
 
 FUSED_ACTIVATIONS = LIMITS.activations
 """Names of the activations that GPU kernels apply. "gelu" is the tanh approximation."""
+
+RouterPlan = _native.RouterPlan
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
@@ -289,9 +292,38 @@ class Card:
         """Return the plan of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
         return _native.cuda_plan_alone(self._native, matrix._native, rows, invariant=invariant)
 
-    def router(self, experts: int, rows: int) -> str:
-        """Return the kernel that chooses among so many experts for each of `rows` rows."""
-        return _native.cuda_select_router(self._native, experts, rows)
+    def plan_router(
+        self,
+        rows: int,
+        *,
+        hidden: int,
+        experts: int,
+        chosen: int,
+        sparse: bool = False,
+        quantized: bool = False,
+        rms: int | None = None,
+    ) -> RouterPlan:
+        """Return the plan of `moe.ExpertRouter`, which says also why no kernel routes.
+
+        Args:
+            rows: number of rows.
+            hidden: features of a row.
+            experts: experts of the layer.
+            chosen: experts a row.
+            sparse: the router has a jitter.
+            quantized: the router's matrix is quantized.
+            rms: features of the RMS norm before the router, which the same launch may apply; None for no RMS norm.
+        """
+        return _native.cuda_plan_router(
+            self._native,
+            rows,
+            hidden=hidden,
+            experts=experts,
+            chosen=chosen,
+            sparse=sparse,
+            quantized=quantized,
+            rms=rms,
+        )
 
     def experts(
         self,

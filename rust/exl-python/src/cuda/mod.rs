@@ -14,6 +14,7 @@ pub mod moe;
 pub mod operands;
 pub mod padded;
 pub mod peer;
+pub mod router;
 pub mod sampling;
 pub mod select;
 

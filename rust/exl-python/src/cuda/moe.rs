@@ -1,189 +1,21 @@
-//! Bindings of a mixture of experts on a GPU: routing, and the chosen experts' weighted sum.
+//! Bindings of a mixture of experts on a GPU: the chosen experts and their weighted sum.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::Device;
 use exl_cuda::ops::moe::dequantized::{self, Padding, Part};
-use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
 use exl_cuda::ops::moe::{self, Call, Experts};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::cuda::linear::NormPrologue;
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::select::ExpertsPlan;
 use crate::cuda::{activation_kind, expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
-
-/// The choice of experts and weights from the logits of a router: made once with the layer.
-#[pyclass(frozen, module = "exl_kernels._native")]
-#[derive(Debug)]
-pub struct ExpertRouter {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    prescale: f64,
-    chosen: usize,
-    choice: Choice,
-}
-
-#[pymethods]
-impl ExpertRouter {
-    /// Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
-    /// negative, two experts are chosen by the sparse mixer.
-    #[new]
-    #[pyo3(signature = (weight, bias, *, prescale, chosen, normalize, jitter))]
-    fn new(
-        weight: Tensor,
-        bias: Option<Tensor>,
-        prescale: f64,
-        chosen: usize,
-        normalize: bool,
-        jitter: Option<f32>,
-    ) -> PyResult<Self> {
-        expect(
-            weight.shape.len() == 2 && matches!(weight.dtype, DType::F16 | DType::BF16),
-            "weight must be [experts, hidden] halves",
-        )?;
-        expect(
-            weight.shape[1].is_multiple_of(8) && weight.ptr.is_multiple_of(16),
-            "hidden must be a multiple of 8 and weight aligned to 16 bytes",
-        )?;
-        if let Some(bias) = &bias {
-            expect(
-                bias.dtype == DType::F32 && bias.numel() == weight.shape[0],
-                "bias must be float32 [experts]",
-            )?;
-        }
-        let choice = match jitter {
-            Some(jitter) => Choice::Sparse { jitter },
-            None => Choice::Softmax { normalize },
-        };
-        Ok(Self {
-            weight,
-            bias,
-            prescale,
-            chosen,
-            choice,
-        })
-    }
-
-    /// Most features of a row.
-    #[classattr]
-    fn most_hidden() -> usize {
-        route::MOST_HIDDEN
-    }
-
-    /// Rows of `logits` and `arrivals` that a call of `rows` rows needs.
-    fn scratch_rows(&self, py: Python<'_>, rows: usize) -> PyResult<usize> {
-        let device = self.weight.cuda.unwrap_or_default();
-        let device = Device::get(device).map_err(|error| device_error(py, &error))?;
-        let (experts, caps) = (self.weight.shape[0], &device.info.caps);
-        Ok(match route::select(rows, experts, self.choice, caps) {
-            route::Kernel::Single => rows,
-            route::Kernel::Many { .. } => 0,
-        })
-    }
-
-    /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-    /// [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
-    #[pyo3(signature = (h, logits, arrivals, ids, weights, launch, *, norm=None, normed=None))]
-    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
-    fn route(
-        &self,
-        py: Python<'_>,
-        h: Tensor,
-        logits: Tensor,
-        arrivals: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        launch: &Launch,
-        norm: Option<&NormPrologue>,
-        normed: Option<Tensor>,
-    ) -> PyResult<()> {
-        let (experts, hidden) = (self.weight.shape[0], self.weight.shape[1]);
-        let rows = h.numel() / hidden;
-        expect(
-            h.dtype == DType::F16 && h.numel() == rows * hidden && h.ptr.is_multiple_of(16),
-            "h must be float16 [rows, hidden], aligned to 16 bytes",
-        )?;
-        let scratch = self.scratch_rows(py, rows)?;
-        expect(
-            logits.dtype == DType::F32
-                && logits.numel() >= scratch * experts
-                && arrivals.dtype == DType::I32
-                && arrivals.numel() >= scratch,
-            "scratch tensors are too small",
-        )?;
-        let chosen = [rows, self.chosen];
-        expect(
-            ids.dtype == DType::I64
-                && ids.shape == chosen
-                && weights.dtype == DType::F32
-                && weights.shape == chosen,
-            "ids and weights must be [rows, chosen]",
-        )?;
-        let mut all = vec![
-            ("h", &h),
-            ("weight", &self.weight),
-            ("logits", &logits),
-            ("arrivals", &arrivals),
-            ("ids", &ids),
-            ("weights", &weights),
-        ];
-        all.extend(self.bias.as_ref().map(|bias| ("bias", bias)));
-        let norm = match (norm, &normed) {
-            (None, None) => None,
-            (Some(norm), Some(normed)) => {
-                let (eps, weight) = (norm.eps, &norm.weight);
-                expect(
-                    !norm.layer
-                        && weight.dtype == DType::F32
-                        && weight.numel() == hidden
-                        && weight.ptr.is_multiple_of(16)
-                        && normed.dtype == DType::F16
-                        && normed.numel() == h.numel()
-                        && normed.ptr.is_multiple_of(16)
-                        && normed.ptr != h.ptr,
-                    "norm must be an RMS norm of hidden features and normed a tensor of its own, both aligned to 16 bytes",
-                )?;
-                all.extend([("norm", weight), ("normed", normed)]);
-                let (weight, output) = (weight.ptr, normed.ptr);
-                Some(RouteNorm {
-                    weight,
-                    eps,
-                    weight_offset: norm.offset,
-                    output,
-                })
-            }
-            _ => return Err(PyValueError::new_err("norm and normed belong together")),
-        };
-        let to = target(&all, launch)?;
-        let op = Route {
-            h: h.ptr,
-            weight: self.weight.ptr,
-            bf16: self.weight.dtype == DType::BF16,
-            bias: self.bias.as_ref().map_or(0, |bias| bias.ptr),
-            prescale: self.prescale,
-            logits: logits.ptr,
-            arrivals: arrivals.ptr,
-            ids: ids.ptr,
-            weights: weights.ptr,
-            rows,
-            hidden,
-            experts,
-            chosen: self.chosen,
-            choice: self.choice,
-            norm,
-        };
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { route::route(to, &op) })
-            .map_err(|error| device_error(py, &error))
-    }
-}
 
 /// The quantized gated MLPs of a layer, some of which each row uses.
 #[pyclass(frozen, name = "CudaExperts", module = "exl_kernels._native")]
@@ -340,7 +172,8 @@ impl CudaExperts {
             chosen,
             activation: self.activation,
         };
-        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that ids are expert indices; kernels skip others.
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked. The caller's contract is that
+        // ids are expert indices; kernels skip others.
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
             .map_err(|error| device_error(py, &error))
     }
@@ -377,7 +210,7 @@ impl CudaExperts {
         let all = [("table", &table), ("numbers", &numbers), ("out", &out)];
         let to = target(&all, launch)?;
         expect(to.device == self.device, "out must be on the experts' GPU")?;
-        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that numbers are expert indices.
+        // SAFETY: as in `run`; the caller's contract is that numbers are expert indices.
         py.detach(|| unsafe {
             dequantized::dequantize(
                 to,
@@ -436,7 +269,7 @@ impl CudaExperts {
             rows: rows.ptr,
             places: places.ptr,
         };
-        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that padded experts fit `begins` and `rows`.
+        // SAFETY: as in `run`; the caller's contract is that padded experts fit `begins` and `rows`.
         py.detach(|| unsafe { dequantized::pad(to, &op) })
             .map_err(|error| device_error(py, &error))
     }
@@ -510,7 +343,7 @@ impl CudaExperts {
             chosen,
             activation: self.activation,
         };
-        // SAFETY: as in `ExpertRouter::route`.
+        // SAFETY: as in `run`.
         py.detach(|| unsafe {
             dequantized::combine(to, &self.experts, &op, (parts.ptr, places.ptr))
         })

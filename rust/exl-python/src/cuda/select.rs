@@ -29,7 +29,7 @@ use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
 /// The properties of a GPU that decide its kernels: a GPU of this machine, or one known by name.
 #[pyclass(frozen, name = "CudaCard", module = "exl_kernels._native")]
 pub struct CudaCard {
-    caps: Capabilities,
+    pub caps: Capabilities,
 }
 
 #[pymethods]
@@ -307,13 +307,6 @@ pub fn cuda_select_experts(
         Ok(made) => ExpertsPlan::of(&made, rows, chosen, invariant),
         Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, Some(why)),
     }
-}
-
-/// The kernel that chooses among `experts` experts for each of `rows` rows.
-#[pyfunction]
-pub fn cuda_select_router(card: &CudaCard, experts: usize, rows: usize) -> &'static str {
-    let choice = moe::route::Choice::Softmax { normalize: true };
-    moe::route::select(rows, experts, choice, &card.caps).name()
 }
 
 fn named(kind: &str) -> PyResult<Kind> {

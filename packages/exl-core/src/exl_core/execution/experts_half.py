@@ -9,18 +9,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.linear.fused import FusedNorm
 from exl_kernels.moe import ExpertGroup
 
 from ..layers.description import ExpertsDescription
 from ..layers.mlp import activated
 from ..layers.moe import chosen_experts
-from ..layers.norm import rms_of
+from ..layers.norm import RMSNorm, rms_of
 from .batch import Step
 from .half import NO_PROLOGUE, Half, HalfInput, NextPrologue, OutputTokens, input_norm, last_rows
 from .operators import Operators
 
-__all__ = ["ExpertsHalf"]
+__all__ = ["ExpertsHalf", "router_norm"]
 
 
 class ExpertsHalf(Half):
@@ -28,7 +27,7 @@ class ExpertsHalf(Half):
 
     def __init__(self, about: ExpertsDescription) -> None:
         self.module, self.about = about.module, about
-        self._router_norm = _router_norm_of(about)
+        self._router_norm = input_norm(router_norm(about))
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of the step change none of the matrices."""
@@ -59,7 +58,7 @@ class ExpertsHalf(Half):
         """Run the half with the experts in shared launches, which also add x where nothing is in between."""
         about, invariant = self.about, step.invariant
         into = x if about.post is None and x.dtype == grouped.dtype else None
-        h, weights, ids = self._routed(x, step, fuses=into is not None)
+        h, weights, ids = self._routed(x, step)
         shared = gate = None
         if about.shared is not None and not grouped.joins_shared:
             features = activated(
@@ -73,15 +72,12 @@ class ExpertsHalf(Half):
             return y
         return x.add_(y if about.post is None else about.post.apply(y.to(x.dtype)))
 
-    def _routed(self, x: Tensor, step: Step, *, fuses: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the normed x, the weights of the chosen experts and their numbers.
-
-        fuses: the router's launch may norm x.
-        """
-        about = self.about
+    def _routed(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the normed x, the weights of the chosen experts and their numbers."""
+        about, norm = self.about, self._router_norm
         routing = about.routing
-        if fuses and routing is not None and self._router_norm is not None:
-            return routing.norm_and_route(x, self._router_norm)
+        if routing is not None and norm is not None and routing.plan(x.shape[0], norm).norms:
+            return routing.norm_and_route(x, norm)
         h = x if about.norm is None else about.norm.forward(x)
         if routing is not None:
             return h, *routing(h)
@@ -89,7 +85,6 @@ class ExpertsHalf(Half):
         return h, *chosen_experts(logits, about.chosen, about.normalize, about.jitter)
 
 
-def _router_norm_of(about: ExpertsDescription) -> FusedNorm | None:
-    """Return the norm of the half if the router's launch may apply it, or None."""
-    norm = input_norm(rms_of(about.norm))
-    return norm if norm is not None and about.routing is not None and about.routing.takes_norm(norm) else None
+def router_norm(about: ExpertsDescription) -> RMSNorm | None:
+    """Return the norm that a router's launch on a GPU may apply: it takes a hidden state of halves."""
+    return None if about.float_residual else rms_of(about.norm)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from exl_kernels.device import row_invariant, rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import ShapedMatmul, blocks_of
-from exl_kernels.moe.cuda import ExpertRouter
 from exl_kernels.selection import (
     BLOCK_ROWS,
     FEW_ROWS,
     PACKED_ROWS,
     STEP_ROWS,
     Card,
+    RouterPlan,
     Selection,
     adapter_kernels,
     adapters_pack_input,
@@ -37,6 +38,7 @@ from ..layers.description import AttentionDescription, ExpertsDescription, HalfD
 from ..layers.norm import LayerNorm, rms_of
 from .capturable import refusal_of_settings
 from .environment import refusal_of_joined_adapters, refusal_of_joined_rows
+from .experts_half import router_norm
 from .fused import uncovered
 from .half import description_of, is_mixture, refusal_of_code, why_own_pass
 from .half_matmuls import (
@@ -266,6 +268,19 @@ class _Model:
                     return f"the experts of {module.key} {_CHOSEN}: {why}"
         return None
 
+    def router(self, about: ExpertsDescription, rows: int) -> RouterPlan:
+        """Return how rows are routed, as `ExpertRouter.plan` of the loaded router."""
+        router, norm = about.router, router_norm(about)
+        return self.card.plan_router(
+            rows,
+            hidden=router.in_features,
+            experts=router.out_features,
+            chosen=about.chosen,
+            sparse=about.jitter is not None,
+            quantized=not self.shapes.is_float(router),
+            rms=None if norm is None else prod(self.shapes.of_norm(norm)),
+        )
+
     def experts(self, about: ExpertsDescription, rows: int, *, invariant: bool) -> Selection | str:
         """Return how rows run through experts, or why no number of rows has shared launches."""
         experts = []
@@ -486,23 +501,20 @@ class _Uses:
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:
         """Return whether the launch of a router norms the hidden state, as `ExpertsHalf` lets it."""
-        if not isinstance(about, ExpertsDescription) or about.post is not None or about.float_residual:
+        if not isinstance(about, ExpertsDescription):
             return False
         apart = self._way.way == "eager" or self._model.unjoined(adapted=self._adapted)
         if apart or (self._adapted and self._way.refusal):
             return False  # the module runs its own pass
         found = self._model.experts(about, self._count, invariant=self._invariant)
-        return self._routes(about) and not isinstance(found, str) and found.joined and rms_of(about.norm) is not None
-
-    def _routes(self, about: ExpertsDescription) -> bool:
-        """Return whether a kernel chooses the experts of each row."""
-        return self._model.shapes.is_float(about.router) and ExpertRouter.takes_features(about.router.in_features)
+        return not isinstance(found, str) and found.joined and self._model.router(about, self._count).norms
 
     def _experts(self, about: ExpertsDescription, why_apart: str) -> None:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
-        if self._routes(about):
-            self._add("router", self._model.card.router(about.router.out_features, self._count))
+        routes = self._model.router(about, self._count)
+        self._add("router", routes.kernel, () if routes.refused is None else (routes.refused,))
+        if routes.routes:
             known.add(about.router)
         reasons = [why_apart]
         found = self._model.experts(about, self._count, invariant=self._invariant)

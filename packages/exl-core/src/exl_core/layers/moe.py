@@ -11,8 +11,7 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
+from exl_kernels.moe import ExpertGroup, ExpertRouter, expert_router, group_experts
 
 from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
@@ -203,8 +202,8 @@ class MoE(FeedForward):
         """Let the loaded experts share calls where possible."""
         self._ungroup()
         router = self.router.loaded_matrix
-        if isinstance(router, CudaFloatMatrix) and ExpertRouter.takes_features(router.in_features):
-            self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
+        if isinstance(router, QuantMatrix) and router.device.type == "cuda":
+            self._router = expert_router(router, self.chosen, self.normalize, self.jitter)
         if self.sharding.apart:
             return
         experts = [expert.matrices() for expert in self.experts]
@@ -278,7 +277,7 @@ class MoE(FeedForward):
         self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first."""
-        if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
+        if self._router is not None and not self.router.adapted(loras):
             return self._router(h)
         logits = self.router.forward_precise(h, loras, invariant=invariant)
         return chosen_experts(logits, self.chosen, self.normalize, self.jitter)

@@ -22,10 +22,11 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
-from ..selection import LIMITS, PACKED_ROWS, refusal_of_experts
+from ..linear.planned import KEPT_PLANS
+from ..selection import LIMITS, PACKED_ROWS, RouterPlan, refusal_of_experts
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
-__all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
+__all__ = ["ExpertRouter", "GroupedExperts", "expert_router", "most_scratch_bytes", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
@@ -70,36 +71,41 @@ class ExpertRouter:
     from it, without the experts before it.
 
     Args:
-        matrix: the router's matrix; in_features is a multiple of 8.
+        matrix: the router's matrix.
         chosen: experts a row.
         normalize: scale the weights to sum 1.
         jitter: sparse mixing as in Phi-3.5-MoE, or None.
 
     Raises:
-        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8 or above `most_features`.
+        ShapeError: no kernel takes so many features or experts; `expert_router` returns None instead.
     """
 
     most_features: int = _native.ExpertRouter.most_hidden
 
-    @classmethod
-    def takes_features(cls, in_features: int) -> bool:
-        """Return whether a router may have so many inputs."""
-        return in_features % 8 == 0 and in_features <= cls.most_features
-
     def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
-        if not 1 <= chosen <= matrix.out_features:
-            raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
-        if not self.takes_features(matrix.in_features):
-            raise ShapeError(
-                f"the router takes {matrix.in_features} features: expected a multiple of 8, "
-                f"at most {self.most_features}"
-            )
+        refusal = _refusal_of_router(matrix, chosen)
+        if refusal is not None:
+            raise ShapeError(refusal)
         self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
         weight, bias = matrix.stored()
         self._native = _native.ExpertRouter(
             weight, bias, prescale=matrix.prescale, chosen=chosen, normalize=normalize, jitter=jitter
         )
         self._arrivals = torch.zeros(KEPT_ARRIVALS, dtype=torch.int32, device=matrix.device)
+        self._plans: dict[tuple[object, ...], tuple[RouterPlan, FusedNorm | None]] = {}  # with the norms that keys name
+
+    def plan(self, rows: int, norm: FusedNorm | None = None) -> RouterPlan:
+        """Return the plan of `rows` rows, as `selection.Card.plan_router`; its launch applies `norm` where `norms`."""
+        key = (rows, None) if norm is None else (rows, id(norm.weight), norm.eps, norm.offset, norm.layer)
+        kept = self._plans.get(key)
+        if kept is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            prologue = None
+            if norm is not None:
+                prologue = _native.NormPrologue(norm.weight, norm.eps, norm.offset, layer=norm.layer)
+            kept = self._plans[key] = self._native.plan(rows, prologue), norm
+        return kept[0]
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Route h [T, hidden] float16, contiguous, to weights float32 and expert numbers int64, both [T, chosen].
@@ -107,51 +113,69 @@ class ExpertRouter:
         Raises:
             ShapeError, DTypeError: h does not fit.
         """
-        return self._route(h, None)
+        return self._route(h, self.plan(h.shape[0]))
 
     def norm_and_route(self, x: Tensor, norm: FusedNorm) -> tuple[Tensor, Tensor, Tensor]:
         """Return the RMS norm of x [T, hidden], bitwise that of `norm.rms_norm`, and its route, by one launch.
 
         Raises:
-            ShapeError, DTypeError: x or the norm does not fit (`takes_norm`).
+            ShapeError, DTypeError: x does not fit, or the `plan` of the norm does not apply it.
         """
-        if not self.takes_norm(norm):
+        plan = self.plan(x.shape[0], norm)
+        if not plan.norms:
             raise ShapeError(f"the router takes RMS norms of {self.hidden} features in float32, aligned to 16 bytes")
         h = torch.empty_like(x)
-        weights, ids = self._route(x, _native.NormPrologue(norm.weight, norm.eps, norm.offset), h)
+        weights, ids = self._route(x, plan, h)
         return h, weights, ids
 
-    def takes_norm(self, norm: FusedNorm) -> bool:
-        """Return whether `norm_and_route` takes the norm."""
-        weight = norm.weight
-        return (
-            not norm.layer
-            and (weight.dtype, tuple(weight.shape)) == (torch.float32, (self.hidden,))
-            and weight.is_contiguous()
-            and weight.data_ptr() % 16 == 0
-        )
-
-    def _route(
-        self, h: Tensor, norm: _native.NormPrologue | None, normed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _route(self, h: Tensor, plan: RouterPlan, normed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_operand("h", h)
         if h.dtype != torch.float16 or h.device != self._arrivals.device:
             raise DTypeError(f"h is {h.dtype} on {h.device}: expected float16 on {self._arrivals.device}")
         if h.dim() != 2 or h.shape[1] != self.hidden:
             raise ShapeError(f"h is {tuple(h.shape)}: expected [rows, {self.hidden}]")
-        rows = h.shape[0]
+        rows, scratch = h.shape[0], plan.scratch_rows
         ids = torch.empty((rows, self.chosen), dtype=torch.int64, device=h.device)
         weights = torch.empty((rows, self.chosen), dtype=torch.float32, device=h.device)
         if not rows:
             return weights, ids
-        scratch = self._native.scratch_rows(rows)
         logits = torch.empty((scratch, self.experts), dtype=torch.float32, device=h.device)
         arrivals = self._arrivals
         if scratch > arrivals.shape[0]:
             arrivals = torch.zeros(scratch, dtype=torch.int32, device=h.device)
         h = h if h.data_ptr() % 16 == 0 else h.clone()
-        self._native.route(h, logits, arrivals, ids, weights, launch_on(h), norm=norm, normed=normed)
+        self._native.route(
+            plan,
+            h,
+            logits=logits,
+            arrivals=arrivals,
+            ids=ids,
+            weights=weights,
+            launch=launch_on(h),
+            normed=normed,
+        )
         return weights, ids
+
+
+def _refusal_of_router(matrix: QuantMatrix, chosen: int) -> str | None:
+    return _native.ExpertRouter.refusal(
+        hidden=matrix.in_features,
+        experts=matrix.out_features,
+        chosen=chosen,
+        quantized=not isinstance(matrix, CudaFloatMatrix),
+    )
+
+
+def expert_router(
+    matrix: QuantMatrix, chosen: int, normalize: bool, jitter: float | None = None
+) -> ExpertRouter | None:
+    """Return the kernel of a router's matrix; None where no kernel routes (`RouterPlan.refused`).
+
+    Arguments as for `ExpertRouter`.
+    """
+    if _refusal_of_router(matrix, chosen) is not None:
+        return None
+    return ExpertRouter(cast(CudaFloatMatrix, matrix), chosen, normalize, jitter)
 
 
 class GroupedExperts:
@@ -174,6 +198,7 @@ class GroupedExperts:
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
         self._most_pairs = self._native.most_pairs
+        self._plans: dict[tuple[int, int, bool], _native.ExpertsPlan] = {}
         self._numbers = torch.arange(self._native.count + 1, dtype=torch.int16, device=self.device)
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
@@ -187,7 +212,13 @@ class GroupedExperts:
 
     def plan(self, rows: int, chosen: int, invariant: bool | None) -> _native.ExpertsPlan:
         """Return the plan of a call, as `selection.Card.plan_experts`; `invariant` as for the call."""
-        return self._native.plan(rows, chosen, row_invariant() if invariant is None else invariant)
+        key = rows, chosen, row_invariant() if invariant is None else invariant
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._native.plan(*key)
+        return plan
 
     def __call__(
         self,

@@ -1,4 +1,7 @@
 //! The experts of each row by a router's logits, after a norm of the row if asked for.
+//!
+//! [`Router::plan`] decides who chooses: one launch that also norms the rows, one launch after a norm, or the caller, which computes logits
+//! and chooses by a softmax or as [`Choice::Sparse`] does.
 
 use super::MOST_EXPERTS;
 use crate::abi::{assert_constants, assert_layout};
@@ -72,8 +75,7 @@ pub(super) fn kernels() -> impl Iterator<Item = String> {
 }
 
 /// The kernel for `rows` rows.
-pub fn select(rows: usize, experts: usize, choice: Choice, caps: &Capabilities) -> Kernel {
-    let sparse = matches!(choice, Choice::Sparse { .. });
+fn select(rows: usize, experts: usize, sparse: bool, caps: &Capabilities) -> Kernel {
     let fits = |across: &usize| Kernel::bytes(*across, experts, sparse) <= MANY_BYTES;
     let mut ways = [1, 2, 4, 8].into_iter().filter(fits);
     // As few warps as possible share rows, but enough of them that every SM has a block; and no more than have experts of their own.
@@ -84,6 +86,113 @@ pub fn select(rows: usize, experts: usize, choice: Choice, caps: &Capabilities) 
     match ways.clone().find(useful).or_else(|| ways.next_back()) {
         Some(across) if many => Kernel::Many { across },
         _ => Kernel::Single,
+    }
+}
+
+/// The router of a layer, loaded or not: what its plans depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Router {
+    /// Features of a row.
+    pub hidden: usize,
+    pub experts: usize,
+    /// Experts of a row.
+    pub chosen: usize,
+    /// Experts are chosen as [`Choice::Sparse`] says.
+    pub sparse: bool,
+    pub quantized: bool,
+}
+
+/// A norm that the caller would like the launch to apply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NormShape {
+    /// Elements of the weight.
+    pub features: usize,
+    /// A LayerNorm.
+    pub layer: bool,
+    pub float32: bool,
+    /// The weight is aligned to 16 bytes.
+    pub aligned: bool,
+}
+
+impl NormShape {
+    /// An RMS norm as models load it.
+    pub const fn rms(features: usize) -> Self {
+        Self {
+            features,
+            layer: false,
+            float32: true,
+            aligned: true,
+        }
+    }
+}
+
+impl Router {
+    /// Why no kernel chooses among the experts, whatever the card and the rows; None where one does.
+    pub fn refusal(&self) -> Option<String> {
+        let Self {
+            hidden,
+            experts,
+            chosen,
+            ..
+        } = *self;
+        if self.quantized {
+            return Some("the router's matrix is quantized".to_owned());
+        }
+        if !hidden.is_multiple_of(8) || hidden > MOST_HIDDEN {
+            return Some(format!(
+                "the router takes {hidden} features: expected a multiple of 8, at most {MOST_HIDDEN}"
+            ));
+        }
+        if experts > MOST_EXPERTS || !(1..=experts).contains(&chosen) {
+            return Some(format!(
+                "{chosen} experts of {experts} cannot be chosen: expected at least one, of at most {MOST_EXPERTS}"
+            ));
+        }
+        None
+    }
+
+    /// How `rows` rows are routed, after `norm` if there is one.
+    pub fn plan(&self, rows: usize, norm: Option<NormShape>, caps: &Capabilities) -> Plan {
+        let kernel = match self.refusal() {
+            Some(_) => None,
+            None => Some(select(rows, self.experts, self.sparse, caps)),
+        };
+        Plan {
+            router: *self,
+            rows,
+            kernel,
+            norms: kernel.is_some() && norm == Some(NormShape::rms(self.hidden)),
+        }
+    }
+}
+
+/// How a number of rows is routed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub router: Router,
+    pub rows: usize,
+    /// None where the caller computes logits and chooses.
+    pub kernel: Option<Kernel>,
+    /// The launch norms the rows first.
+    pub norms: bool,
+}
+
+impl Plan {
+    /// As reports name it.
+    pub const fn name(&self) -> &'static str {
+        match self.kernel {
+            Some(kernel) => kernel.name(),
+            None if self.router.sparse => "sparse_mixture",
+            None => "topk",
+        }
+    }
+
+    /// Rows of `logits` and `arrivals` of a launch.
+    pub const fn scratch_rows(&self) -> usize {
+        match self.kernel {
+            Some(Kernel::Single) => self.rows,
+            Some(Kernel::Many { .. }) | None => 0,
+        }
     }
 }
 
@@ -107,19 +216,15 @@ pub struct Route {
     /// `[experts]` FP32 or 0
     pub bias: usize,
     pub prescale: f64,
-    /// `[rows, experts]` FP32, scratch
+    /// `[Plan::scratch_rows, experts]` FP32, scratch
     pub logits: usize,
-    /// `[rows]` i32, zero before and after
+    /// `[Plan::scratch_rows]` i32, zero before and after
     pub arrivals: usize,
     /// `[rows, chosen]` i64
     pub ids: usize,
     /// `[rows, chosen]` FP32
     pub weights: usize,
-    pub rows: usize,
-    /// A multiple of 8, at most [`MOST_HIDDEN`].
-    pub hidden: usize,
-    pub experts: usize,
-    pub chosen: usize,
+    pub plan: Plan,
     pub choice: Choice,
     pub norm: Option<RouteNorm>,
 }
@@ -171,29 +276,21 @@ assert_layout!(RouteArgument, experts::RouteCall, { h, weight, bias, prescale, l
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
-    if op.rows == 0 {
+    let Plan { router, rows, .. } = op.plan;
+    if rows == 0 {
         return Ok(());
     }
-    if !(1..=MOST_EXPERTS).contains(&op.experts)
-        || !(1..=op.experts).contains(&op.chosen)
-        || op.hidden > MOST_HIDDEN
-    {
+    let Some(kernel) = op.plan.kernel else {
         return Err(CudaError::Argument {
-            what: format!(
-                "{} of {} experts by {} features",
-                op.chosen, op.experts, op.hidden
-            ),
-            limit: format!(
-                "at most {MOST_EXPERTS}, of which at least one is chosen, and {MOST_HIDDEN} features"
-            ),
+            what: router.refusal().unwrap_or_default(),
+            limit: "a plan with a kernel".to_owned(),
         });
-    }
+    };
     let device = Device::get(to.device)?;
     let caps = &device.info.caps;
-    let row_bytes = 2 * op.hidden;
+    let row_bytes = 2 * router.hidden;
     let all_bytes = (1 + ROUTE_EXPERTS) * row_bytes;
     let staged = all_bytes + STATIC_BYTES <= caps.shared_per_block;
-    let kernel = select(op.rows, op.experts, op.choice, caps);
     let (normalize, jitter) = match op.choice {
         Choice::Softmax { normalize } => (i32::from(normalize), -1.0),
         Choice::Sparse { jitter } => (0, jitter),
@@ -217,10 +314,10 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         normed: norm.output,
         eps: norm.eps,
         offset: norm.weight_offset,
-        rows: index32("rows", op.rows)?,
-        hidden: op.hidden as i32,
-        experts: op.experts as i32,
-        chosen: op.chosen as i32,
+        rows: index32("rows", rows)?,
+        hidden: router.hidden as i32,
+        experts: router.experts as i32,
+        chosen: router.chosen as i32,
         normalize,
         jitter,
         staged: i32::from(staged),
@@ -231,8 +328,8 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
     };
     let (grid, shared_bytes) = match kernel {
         Kernel::Single => {
-            let blocks = op.experts.div_ceil(ROUTE_EXPERTS);
-            let rows = match op.rows {
+            let blocks = router.experts.div_ceil(ROUTE_EXPERTS);
+            let rows = match rows {
                 few if few <= OWN_ROWS => few,
                 more => more.min((BLOCKS * caps.sms).div_ceil(blocks)),
             };
@@ -240,8 +337,8 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
             ([blocks, rows], bytes)
         }
         Kernel::Many { across } => (
-            [op.rows.div_ceil(Kernel::rows(across)), 1],
-            Kernel::bytes(across, op.experts, jitter >= 0.0),
+            [rows.div_ceil(Kernel::rows(across)), 1],
+            Kernel::bytes(across, router.experts, router.sparse),
         ),
     };
     let launch = Launch {
@@ -254,7 +351,7 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
     };
     let mut arguments = kernels::ExpertsRoute { call: argument };
     let block = shared_bytes + STATIC_BYTES + BLOCK_RESERVED;
-    let shared = (op.rows <= OWN_ROWS).then_some(RESIDENT * block);
+    let shared = (rows <= OWN_ROWS).then_some(RESIDENT * block);
     // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run_with_shared(device, shared, &mut arguments) }
 }
@@ -264,13 +361,24 @@ mod tests {
     use super::*;
     use crate::capabilities::CARDS;
 
-    fn found(card: usize, rows: usize, experts: usize, choice: Choice) -> Kernel {
-        select(rows, experts, choice, &CARDS[card].with_own_code())
+    fn router(experts: usize, sparse: bool) -> Router {
+        Router {
+            hidden: 2048,
+            experts,
+            chosen: 2,
+            sparse,
+            quantized: false,
+        }
+    }
+
+    fn found(card: usize, rows: usize, experts: usize, sparse: bool) -> Kernel {
+        let caps = CARDS[card].with_own_code();
+        let plan = router(experts, sparse).plan(rows, None, &caps);
+        plan.kernel.expect("a kernel routes floats")
     }
 
     #[test]
     fn many_rows_take_blocks_of_several() {
-        let choice = Choice::Softmax { normalize: true };
         for card in 0..CARDS.len() {
             for (rows, experts, many) in [
                 (1, 128, false),
@@ -281,7 +389,7 @@ mod tests {
                 (1025, 8, true),
                 (200, 1024, true),
             ] {
-                let kernel = found(card, rows, experts, choice);
+                let kernel = found(card, rows, experts, false);
                 assert_eq!(kernel != Kernel::Single, many, "{rows} {experts}");
             }
         }
@@ -291,18 +399,74 @@ mod tests {
     fn all_sms_have_blocks_or_all_warps_other_experts() {
         for card in 0..CARDS.len() {
             let sms = CARDS[card].with_own_code().sms;
-            for choice in [
-                Choice::Softmax { normalize: false },
-                Choice::Sparse { jitter: 0.1 },
-            ] {
+            for sparse in [false, true] {
                 for (rows, experts) in [(145, 128), (700, 60), (5000, 8), (5000, 2), (145, 1024)] {
-                    let Kernel::Many { across } = found(card, rows, experts, choice) else {
+                    let Kernel::Many { across } = found(card, rows, experts, sparse) else {
                         panic!("{rows} rows of {experts} experts");
                     };
-                    let sparse = matches!(choice, Choice::Sparse { .. });
                     assert!(Kernel::bytes(across, experts, sparse) <= MANY_BYTES);
                     let blocks = rows.div_ceil(Kernel::rows(across));
                     assert!(across == 8 || 2 * TILE * across > experts || blocks >= sms);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_of_routers_on_every_card() {
+        for caps in CARDS.map(|card| card.with_own_code()) {
+            let rms = Some(NormShape::rms(2048));
+            let plan = router(8, false).plan(1, rms, &caps);
+            assert!(plan.norms && plan.kernel == Some(Kernel::Single));
+            for other in [
+                NormShape::rms(2056),
+                NormShape {
+                    layer: true,
+                    ..NormShape::rms(2048)
+                },
+                NormShape {
+                    float32: false,
+                    ..NormShape::rms(2048)
+                },
+                NormShape {
+                    aligned: false,
+                    ..NormShape::rms(2048)
+                },
+            ] {
+                let plan = router(8, false).plan(1, Some(other), &caps);
+                assert!(
+                    !plan.norms && plan.kernel == Some(Kernel::Single),
+                    "{other:?}"
+                );
+            }
+            for (sparse, name) in [(false, "topk"), (true, "sparse_mixture")] {
+                let made = router(8, sparse);
+                for refused in [
+                    Router {
+                        hidden: 2052,
+                        ..made
+                    },
+                    Router {
+                        hidden: MOST_HIDDEN + 8,
+                        ..made
+                    },
+                    Router {
+                        experts: MOST_EXPERTS + 1,
+                        ..made
+                    },
+                    Router { chosen: 9, ..made },
+                    Router { chosen: 0, ..made },
+                    Router {
+                        quantized: true,
+                        ..made
+                    },
+                ] {
+                    let plan = refused.plan(1, rms, &caps);
+                    assert_eq!(
+                        (plan.name(), plan.norms, plan.scratch_rows()),
+                        (name, false, 0),
+                        "{refused:?}"
+                    );
                 }
             }
         }
