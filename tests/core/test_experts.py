@@ -21,12 +21,14 @@ from torch import Tensor
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config
 from exl_core.convert import quantize_model
 from exl_core.execution.batch import Step
-from exl_core.execution.experts_half import ExpertsHalf
+from exl_core.execution.experts_pass import ExpertsTogether
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import ModuleHalf
-from exl_core.execution.halves import half_of
+from exl_core.execution.halves import ExpertsHalf, half_of
 from exl_core.execution.operators import APART
+from exl_core.execution.own_pass import choose_own_pass
 from exl_core.layers import Attention, MoE, RMSNorm
+from exl_core.layers.sublayer import BY_OPERATOR
 from exl_core.lora.pairs import LoraPair
 from exl_kernels.selection import PACKED_ROWS
 
@@ -68,7 +70,8 @@ def ids_of(batch: int, seed: int = 1) -> Tensor:
 
 def one_after_the_other(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "_grouped_for", lambda *_: None)
+        for mixture in mixtures(model):
+            patch.setattr(mixture, "own_pass", BY_OPERATOR)
         logits: Tensor = model.forward(ids, **options)
         return logits
 
@@ -126,39 +129,63 @@ def adapter(linear: Any) -> Any:
     return SimpleNamespace(touched={linear.key}, pairs={linear.key: pair}, replacements={})
 
 
+def step_of(*loras: Any) -> Step:
+    """A step of one sequence, as far as mixtures read it."""
+    return cast(Step, SimpleNamespace(loras=loras, invariant=None, batch_size=1))
+
+
+def hidden_of(mixture: MoE, rows: int = 20) -> Tensor:
+    return torch.randn(rows, mixture.router.in_features, generator=torch.Generator().manual_seed(3))
+
+
 def test_an_adapted_expert_runs_by_itself(model: ExLlamaV2) -> None:
     """Its layer alone: adapters of other matrices leave the experts in one call."""
-    mixture = mixtures(model)[1]
-    h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
-    weights, numbers = mixture.route(h)
+    others, mixture = mixtures(model)[:2]
+    x = hidden_of(mixture)
+    _, numbers = mixture.route(mixture.normed(x))
     lora = adapter(mixture.experts[int(numbers[0, 0])].up)
-    adapted, plain = mixture.inner(h, [lora]), mixture.inner(h)
+    adapted, plain = mixture.forward(x.clone(), step_of(lora)), mixture.forward(x.clone(), step_of())
     changed = (numbers == int(numbers[0, 0])).any(-1)
     assert torch.equal(adapted[~changed], plain[~changed])
     assert not torch.isclose(adapted[changed], plain[changed]).all(-1).any()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoE, "run_expert", lambda *_, **__: pytest.fail("an expert ran by itself"))
-        others = mixtures(model)[0]
-        others.inner(h, [lora])
+        others.forward(x.clone(), step_of(lora))
         with pytest.raises(pytest.fail.Exception):
-            mixture.inner(h, [lora])
-    assert weights.shape == numbers.shape
+            mixture.forward(x.clone(), step_of(lora))
 
 
+@pytest.mark.parametrize("part", ["router", "shared"])
 @pytest.mark.parametrize("model", [case for case in CASES if case[0] in SHARED], ids="-".join, indirect=True)
-def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
+def test_an_adapted_router_or_shared_expert_leaves_the_experts_in_one_call(model: ExLlamaV2, part: str) -> None:
     mixture = mixtures(model)[1]
     assert mixture.shared is not None
-    h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
-    lora = adapter(mixture.shared.down_proj)
+    x = hidden_of(mixture)
+    step = step_of(adapter(mixture.router if part == "router" else mixture.shared.down_proj))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoE, "run_expert", lambda *_, **__: pytest.fail("an expert ran by itself"))
-        together = mixture.inner(h, [lora])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "_grouped_for", lambda *_: None)
-        apart = mixture.inner(h, [lora])
-    assert torch.equal(together, apart)
-    assert not torch.equal(together, mixture.inner(h))
+        together = mixture.forward(x.clone(), step)
+    assert torch.equal(together, mixture.forward_by_operator(x.clone(), step))
+    assert not torch.equal(together, mixture.forward(x.clone(), step_of()))
+
+
+def test_the_oracle_of_a_mixture_runs_one_expert_after_the_other(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = mixtures(model)[0]
+    x, ran = hidden_of(mixture), list[object]()
+    run_expert = MoE.run_expert
+
+    def noted(mixture: MoE, expert: Any, *given: Any, **more: Any) -> Tensor:
+        ran.append(expert)
+        return run_expert(mixture, expert, *given, **more)
+
+    monkeypatch.setattr(MoE, "run_expert", noted)
+    _, numbers = mixture.route(mixture.normed(x))
+    together = mixture.forward(x.clone(), step_of())
+    assert not ran
+    assert torch.equal(mixture.forward_by_operator(x.clone(), step_of()), together)
+    assert ran == [mixture.experts[number] for number in numbers.unique().tolist()]
 
 
 def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
@@ -175,14 +202,14 @@ def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
 class Launches:
     """A router that norms its rows, and experts in shared launches, which note their calls."""
 
-    dtype, joins_shared = torch.float16, True
+    dtype, device, joins_shared = torch.float16, torch.device("cuda"), True
 
-    def __init__(self) -> None:
-        self.normed_by_router = False
+    def __init__(self, *, norms: bool = True) -> None:
+        self.norms, self.normed_by_router, self.routed = norms, False, False
         self.weights: Tensor | None = None
 
     def plan(self, rows: int, norm: object) -> SimpleNamespace:
-        return SimpleNamespace(norms=True)
+        return SimpleNamespace(norms=self.norms)
 
     def norm_and_route(self, x: Tensor, norm: object) -> tuple[Tensor, Tensor, Tensor]:
         self.normed_by_router = True
@@ -199,58 +226,69 @@ class Launches:
 ONE_MIXTURE = pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "int8")], ids="-".join, indirect=True)
 
 
-@ONE_MIXTURE
-def test_the_executor_lets_the_router_norm_and_the_module_does_not(
-    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Code that replaces a method runs: in the module's pass always, in joined launches where it is of one module."""
-    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), invariant=False, batch_size=3))
-    x = torch.zeros(3, mixture.router.in_features, dtype=torch.float16)
-    mine = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
+@pytest.fixture
+def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Those of the first mixture, whose own pass is chosen anew."""
+    mixture, made = mixtures(model)[0], Launches()
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
-    launches = Launches()
-    monkeypatch.setattr(mixture, "_router", launches)
-    monkeypatch.setattr(mixture, "_grouped", launches)
-    half = half_of(mixture)
-    assert isinstance(half, ExpertsHalf)
-    half.run(x, None, step, APART)
+    monkeypatch.setattr(mixture, "_router", made)
+    monkeypatch.setattr(mixture, "_grouped", made)
+    monkeypatch.setattr(mixture, "own_pass", BY_OPERATOR)
+    choose_own_pass(mixture)
+    assert isinstance(mixture.own_pass, ExpertsTogether)
+    return made
+
+
+MINE = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
+
+
+@ONE_MIXTURE
+def test_the_router_norms_where_its_plan_and_adapters_let_it(
+    model: ExLlamaV2, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = mixtures(model)[0]
+    x = torch.zeros(3, mixture.router.in_features, dtype=torch.float16)
+    half_of(mixture).run(x, None, step_of(), APART)
     assert launches.normed_by_router
-    assert launches.weights is not None
-    launches.normed_by_router = False
-    with monkeypatch.context() as patch:
-        patch.setattr(MoE, "route", lambda moe, h, loras=(), **_: mine)
+    monkeypatch.setattr(MoE, "route", lambda moe, h, loras=(), **_: MINE)
+    for norms, step in ((False, step_of()), (True, step_of(adapter(mixture.router)))):
+        launches.norms, launches.normed_by_router = norms, False
         mixture.forward(x, step)
-    assert not launches.normed_by_router
-    assert launches.weights is mine[0]
-    launches.weights = None
-    monkeypatch.setattr(mixture, "route", lambda h, loras=(), **_: mine)
+        assert not launches.normed_by_router
+        assert launches.weights is MINE[0]
+
+
+@ONE_MIXTURE
+def test_a_mixture_with_other_code_runs_it(
+    model: ExLlamaV2, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operator by operator, which no captured step holds."""
+    mixture = mixtures(model)[0]
+    assert mixture.capturable
+    monkeypatch.setattr(mixture, "route", lambda h, loras=(), **_: MINE)
+    choose_own_pass(mixture)
+    assert mixture.own_pass is BY_OPERATOR
+    assert not mixture.capturable
     half = half_of(mixture)
     assert isinstance(half, ModuleHalf)
-    half.run(x, None, step, APART)
-    assert not launches.normed_by_router
-    assert launches.weights is mine[0]
+    assert not isinstance(half, ExpertsHalf)
 
 
-@ONE_MIXTURE
-def test_experts_that_do_not_share_launches_run_as_their_module(
-    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For so many rows: the half asks at each pass."""
-    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), invariant=False, batch_size=3))
-    x = torch.randn(3, mixture.router.in_features, generator=torch.Generator().manual_seed(3))
-    half, ran = half_of(mixture), list[int]()
-    assert isinstance(half, ExpertsHalf)
-    forward = MoE.forward
+def test_experts_that_do_not_share_a_call_run_by_operator(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For so many rows: the pass asks each time."""
+    mixture, ran = mixtures(model)[0], list[int]()
+    x = hidden_of(mixture, 3)
+    by_operator = MoE.forward_by_operator
 
     def noted(module: MoE, x: Tensor, step: Step) -> Tensor:
         ran.append(len(x))
-        return forward(module, x, step)
+        return by_operator(module, x, step)
 
-    monkeypatch.setattr(MoE, "forward", noted)
-    together, _ = half.run(x.clone(), None, step, APART)
+    monkeypatch.setattr(MoE, "forward_by_operator", noted)
+    together = mixture.forward(x.clone(), step_of())
     assert not ran
-    monkeypatch.setattr(type(half.about.grouped), "shares", lambda *_: False)
-    apart, _ = half.run(x.clone(), None, step, APART)
+    monkeypatch.setattr(type(mixture.describe().grouped), "shares", lambda *_: False)
+    apart = mixture.forward(x.clone(), step_of())
     assert ran == [3]
     assert torch.equal(together, apart)
 

@@ -95,9 +95,7 @@ def as_on_a_gpu(model: ExLlamaV2, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured, "refusal_of_capture", lambda model, sets: None)  # a CPU has no kernels of adapters
     patch.setattr(cuda, "CudaQuantMatrix", Quantized)
     patch.setattr(cuda, "_native_experts", lambda experts, activation: None)  # takes matrices on a GPU
-    for module in model.modules:
-        if isinstance(module, MoE):
-            module.capturable = refusal_of_group(module) is None
+    patch.setattr(MoE, "capturable", property(lambda mixture: refusal_of_group(mixture) is None))
 
 
 class OfQuantized(type):

@@ -245,7 +245,7 @@ def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
     assert isinstance(norm, Norm)
     assert isinstance(head, Head)
     halves = [half_of(module) for module in middle]
-    if all(isinstance(half, ModuleHalf) for half in halves):
+    if all(type(half) is ModuleHalf for half in halves):
         return next(why for why in (why_own_pass(module, is_padded) for module in middle) if why is not None)
     return JoinedLaunches(first, halves, norm, head)
 

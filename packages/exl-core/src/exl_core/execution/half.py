@@ -3,7 +3,7 @@
 norm and first matmul | rotation, storing and attention, or activation | last matmul, post norm and residual
 
 A half runs these with separate launches or with joined ones (`operators.py`). `why_apart` names the reason why a module
-has only its own forward pass, or the steps of a mixture of experts (`experts_half.py`). A norm of the result, and the
+has only its own forward pass, as a mixture of experts does (`experts_pass.py`). A norm of the result, and the
 addition to a hidden state of float32, are one launch with the norm that follows.
 """
 
@@ -141,7 +141,7 @@ def why_own_pass(module: Module, padded: Callable[[Linear], bool]) -> str | None
 
 
 def is_mixture(about: HalfDescription | None) -> TypeGuard[ExpertsDescription]:
-    """Return whether a half has the steps of a mixture of experts (`experts_half.py`)."""
+    """Return whether a half is a mixture of experts whose own pass its description knows."""
     return isinstance(about, ExpertsDescription) and about.holds
 
 

@@ -10,7 +10,6 @@ from ..layers import Module
 from ..layers.description import AttentionDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
-from .experts_half import ExpertsHalf
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -27,7 +26,7 @@ from .half import (
 from .mlp_half import MlpHalf
 from .operators import Operators
 
-__all__ = ["ParallelHalf", "half_of"]
+__all__ = ["ExpertsHalf", "ParallelHalf", "half_of"]
 
 
 class ParallelHalf(AttentionHalf):
@@ -65,11 +64,19 @@ class ParallelHalf(AttentionHalf):
         return self.mlp.run(x, h, step, ops, next_prologue)
 
 
+class ExpertsHalf(ModuleHalf):
+    """A mixture of experts, whose own pass joins the launches of its norm, router and experts (`experts_pass.py`)."""
+
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether the adapters of the step change none of the matrices."""
+        return not any(linear.adapted(step.loras) for linear in self.module.submodules())
+
+
 def half_of(module: Module) -> Half:
     """Return the half of a loaded module."""
     about = description_of(module)
     if is_mixture(about):
-        return ExpertsHalf(about)
+        return ExpertsHalf(module)
     if why_own_pass(module, is_padded) is None:
         if isinstance(about, MlpDescription):
             return MlpHalf(about)

@@ -38,7 +38,7 @@ from ..layers.description import AttentionDescription, ExpertsDescription, HalfD
 from ..layers.norm import LayerNorm, rms_of
 from .capturable import refusal_of_settings
 from .environment import refusal_of_joined_adapters, refusal_of_joined_rows
-from .experts_half import router_norm
+from .experts_pass import router_norm
 from .fused import uncovered
 from .half import description_of, is_mixture, refusal_of_code, why_own_pass
 from .half_matmuls import (
@@ -500,12 +500,9 @@ class _Uses:
         self._add("adapters", found.kernel, found.reasons)
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:
-        """Return whether the launch of a router norms the hidden state, as `ExpertsHalf` lets it."""
+        """Return whether the launch of a router norms the hidden state, as `ExpertsTogether` lets it."""
         if not isinstance(about, ExpertsDescription):
             return False
-        apart = self._way.way == "eager" or self._model.unjoined(adapted=self._adapted)
-        if apart or (self._adapted and self._way.refusal):
-            return False  # the module runs its own pass
         found = self._model.experts(about, self._count, invariant=self._invariant)
         return not isinstance(found, str) and found.joined and self._model.router(about, self._count).norms
 

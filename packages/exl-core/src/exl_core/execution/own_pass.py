@@ -3,9 +3,11 @@
 | way | runs | for |
 |---|---|---|
 | block | one native call | halves on the CPU with whole matrices without padding columns, in steps that it covers |
+| shared calls (`experts_pass.py`) | norm and router, all experts | mixtures whose experts share calls, in most steps |
 | operators | `SubLayer.forward_by_operator`, the block's twin | every other half or step |
 
-Results are bitwise identical. Blocks are made from the description of a half: code that it does not know runs itself.
+Results are bitwise identical. Blocks and shared calls are made from the description of a half: code that it does not
+know runs operator by operator.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from torch import Tensor
 from exl_kernels.block import AttentionBlock, MlpBlock
 
 from ..layers import Linear, Module
-from ..layers.description import AttentionDescription, HalfDescription, MlpDescription
+from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MlpDescription
 from ..layers.matrix import ShardedMatrix
 from ..layers.norm import block_norm
 from ..layers.sublayer import BY_OPERATOR, OwnPass, SubLayer
 from .batch import Step
+from .experts_pass import ExpertsTogether
 
 __all__ = ["AttentionInBlock", "MlpInBlock", "choose_own_pass"]
 
@@ -48,6 +51,8 @@ def _own_pass(about: HalfDescription) -> OwnPass:
         return AttentionInBlock(about)
     if isinstance(about, MlpDescription) and _fits_block(about):
         return MlpInBlock(about)
+    if isinstance(about, ExpertsDescription) and about.grouped is not None and about.holds:
+        return ExpertsTogether(about, about.grouped)
     return BY_OPERATOR
 
 

@@ -27,13 +27,12 @@ code chooses among these ways. Inside of one, other code chooses launches:
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
   captured step when it is recorded. A half whose description has no joined launches runs its module's own pass.
 - `lora/adding.py` names the ways in which adapters are added behind a matmul.
-- `experts_half.py` asks whether the experts of a half share launches for so many rows.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
-- `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU.
+- `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU, and whether the
+  experts of a mixture share calls. `experts_pass.py` asks at each pass whether they do for its rows and adapters.
 - `fused.py` runs the head joined with the last norm where it can. `sections.py` records the modules' own passes where a
   model has no joined launches, and `sharded/launches.py` separate launches around a matmul that none joins.
 - `sharded/cutting.py` chooses before the load whether a module runs its heads, features and experts on several devices.
-- A mixture that runs as its module asks whether its experts share a call (`layers/moe.py`).
 """
 
 from __future__ import annotations

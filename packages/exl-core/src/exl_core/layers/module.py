@@ -30,7 +30,6 @@ class Module(ABC):
     key: str
     name: str
     layer_idx: int | None = None  # number of its layer; None for modules outside of the layers
-    capturable = True  # on a GPU: forward makes no decision on the host, so a CUDA graph can hold it
 
     @abstractmethod
     def load(self, source: TensorSource, device: torch.device) -> None:
@@ -52,6 +51,11 @@ class Module(ABC):
     @abstractmethod
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Map the hidden state [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `forward` on a GPU makes no decision on the host, so that a CUDA graph can hold it."""
+        return True
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured `forward` of so many rows on a GPU is not batch-invariant; None where it is.

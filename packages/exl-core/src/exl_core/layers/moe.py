@@ -21,10 +21,10 @@ from .linear import Linear
 from .matrix import ShardedMatrix
 from .mlp import FeedForward, GatedMLP, activated
 from .norm import Norm
+from .sublayer import BY_OPERATOR
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
-    from ..execution.batch import Step
 
 __all__ = ["WHOLE_EXPERTS", "Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
 
@@ -142,10 +142,10 @@ class MoE(FeedForward):
     rounding them to half would choose other experts where two are nearly as likely. Each row's contributions are added
     from the likeliest expert to the least, so the result does not depend on the other rows of the batch.
 
-    The experts of a call share one native call on the CPU. On a GPU quantized experts of few rows share launches, which
-    read on the device which experts are chosen; experts of prompts are dequantized some at a time (`exl_kernels.moe`).
-    Others run one after the other: experts with adapters or on several devices, and on a GPU float matrices. With
-    batch-invariant matmuls all ways give bitwise identical results.
+    `inner` runs the experts one after the other: those with adapters or on several devices, and on a GPU float
+    matrices. Others share calls (`execution/experts_pass.py`): one native call on the CPU; on a GPU launches that read
+    on the device which experts few rows chose, or experts of prompts that are dequantized some at a time
+    (`exl_kernels.moe`). With batch-invariant matmuls all ways give bitwise identical results.
     """
 
     name = "MoEMLP"
@@ -174,7 +174,6 @@ class MoE(FeedForward):
         self.jitter = jitter
         self.shared = shared
         self.shared_gate = shared_gate
-        self.capturable = False  # unless experts share launches on a GPU: else the host decides which ones run
         self.sharding: ExpertSharding = WHOLE_EXPERTS  # `execution/sharded/cutting.py` may give another one
         self._router: ExpertRouter | None = None
         self._grouped: ExpertGroup | None = None
@@ -196,7 +195,7 @@ class MoE(FeedForward):
 
     def _ungroup(self) -> None:
         """Drop what `group` made, which holds the weights of the experts."""
-        self.capturable, self._router, self._grouped = False, None, None
+        self._router = self._grouped = None
 
     def group(self) -> None:
         """Let the loaded experts share calls where possible."""
@@ -212,7 +211,12 @@ class MoE(FeedForward):
             return
         shared = None if self.shared is None else Expert(*self.shared.submodules()).matrices()
         self._grouped = group_experts(whole, self.activation, self.chosen, shared)
-        self.capturable = self._grouped is not None and self._grouped.device.type == "cuda"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the pass of the loaded mixture shares launches on a GPU: else the host decides which experts run."""
+        on_gpu = self._grouped is not None and self._grouped.device.type == "cuda"
+        return on_gpu and self.own_pass is not BY_OPERATOR
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """As `Module.refusal_of_rows`: the experts must share launches."""
@@ -251,19 +255,8 @@ class MoE(FeedForward):
         if self.shared_gate is not None:
             yield self.shared_gate
 
-    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
-        """Run the half on x [T, hidden] operator by operator, or with the experts and the residual in shared calls."""
-        loras, invariant = step.loras, step.invariant
-        grouped = None if self.post is not None else self._grouped_for(x, loras, invariant)
-        if grouped is None:
-            return super().forward_by_operator(x, step)
-        return self._together(grouped, self.normed(x), loras, invariant, residual=x, out=x)
-
     def inner(self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""
-        grouped = self._grouped_for(h, loras, invariant)
-        if grouped is not None:
-            return self._together(grouped, h, loras, invariant)
         weights, indices = self.route(h, loras, invariant=invariant)
         parts = self._outputs(h, indices, loras, invariant)
         y = parts[:, 0] * weights[:, :1]
@@ -281,36 +274,6 @@ class MoE(FeedForward):
             return self._router(h)
         logits = self.router.forward_precise(h, loras, invariant=invariant)
         return chosen_experts(logits, self.chosen, self.normalize, self.jitter)
-
-    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> ExpertGroup | None:
-        """Return the experts of `h` in shared calls; None where they run one after the other."""
-        if self._grouped is None or h.dtype != self._grouped.dtype:
-            return None
-        if not self._grouped.shares(h.shape[0], self.chosen, invariant):
-            return None
-        if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
-            return None
-        return self._grouped
-
-    def _together(
-        self,
-        grouped: ExpertGroup,
-        h: Tensor,
-        loras: Sequence[Adapter],
-        invariant: bool | None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        route = self.route(h, loras, invariant=invariant)
-        shared = gate = None
-        if self.shared is not None and not (grouped.joins_shared and not self._adapts_shared(loras)):
-            shared = self.shared.inner(h, loras, invariant=invariant)
-        if self.shared_gate is not None:
-            gate = activate(self.shared_gate.forward_precise(h, loras, invariant=invariant), "sigmoid")
-        return grouped(h, *route, shared=shared, shared_weights=gate, residual=residual, out=out, invariant=invariant)
-
-    def _adapts_shared(self, loras: Sequence[Adapter]) -> bool:
-        return self.shared is not None and any(linear.adapted(loras) for linear in self.shared.submodules())
 
     def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter], invariant: bool | None) -> Tensor:
         """Return unweighted outputs float32 [T, chosen, hidden]; every expert runs once, on the rows that chose it."""
