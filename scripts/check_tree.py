@@ -58,15 +58,12 @@ LIMIT_VALUES = {2, 8, 16, 48, 64, 128, 256, 512}
 COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/batch.py": "what a decode step is",
     "packages/exl-core/src/exl_core/execution/eager.py": "the same, before the step is built",
+    "packages/exl-core/src/exl_core/execution/sharded/exchange_buffers.py": "rows of steps that have exchange buffers",
     "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "the same: prompts have other passes",
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
-    "packages/exl-core/src/exl_core/execution/captured.py": "kernels of shards take packed rows only; "
-    "float matrices of more rows run in blocks, so their steps may be padded",
+    "packages/exl-core/src/exl_core/execution/captured.py": "which steps are decode steps",
     "packages/exl-core/src/exl_core/execution/environment.py": "a variable's most rows of joined launches",
-    "packages/exl-core/src/exl_core/execution/fused.py": "logits of a step in blocks have no joined norm",
-    "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
     "packages/exl-core/src/exl_core/execution/prompt_buckets.py": "windows of prompts in a bucket of captured steps",
-    "packages/exl-core/src/exl_core/loading/parallel_plan.py": "bytes of exchange buffers, before anything is loaded",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
     "packages/exl-generate/src/exl_generate/cli/conversation.py": "tokens of an answer, no rows",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",

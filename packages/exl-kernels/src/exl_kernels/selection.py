@@ -42,6 +42,7 @@ __all__ = [
     "attention_stores_keys",
     "known_cards",
     "norm_kernel",
+    "pads_float_rows",
     "pass_rows",
     "refusal_of_adapted_rows",
     "refusal_of_adapted_shapes",
@@ -565,3 +566,11 @@ def attention_stores_keys(tokens: int) -> bool:
     Otherwise a launch before it does.
     """
     return _native.cuda_attention_stores_keys(tokens)
+
+
+def pads_float_rows(rows: int) -> bool:
+    """Return whether batch-invariant matmuls of `rows` rows by float matrices run in blocks of one size, with padding.
+
+    torch's results of fewer rows may change with the number of rows.
+    """
+    return _native.cuda_float_rows(rows, invariant=True) < rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import pads_float_rows
 
 from ..errors import DeviceError
 from ..layers import Module
@@ -39,7 +39,7 @@ from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
 from .prompt_buckets import PromptBuckets
 from .prompt_windows import PromptWindows, windows_of
-from .sharded.exchange_buffers import refusal_of_access
+from .sharded.exchange_buffers import refusal_of_access, refusal_of_rows
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
 from .step_inputs import Bucket
@@ -372,14 +372,14 @@ class DecodeGraphs:
                 self._modules = modules
             if refused is None:
                 # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
-                # no padding. Steps of more rows multiply blocks of one size (`CudaFloatMatrix`).
+                # no padding (`pads_float_rows`).
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return refusal_of_settings(model.config) or self._refused
 
     def padded(self, batch: int, q_len: int) -> int:
         """Return the rows of the bucket of a step of `batch` rows of `q_len` tokens. Ask `refusal` before."""
-        exact = q_len > DECODE_TOKENS or (self._exact_batch and batch * q_len <= PACKED_ROWS)
+        exact = q_len > DECODE_TOKENS or (self._exact_batch and not pads_float_rows(batch * q_len))
         return batch if exact else padded_rows(batch, q_len)
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
@@ -392,8 +392,9 @@ class DecodeGraphs:
         """Return why steps of a bucket have no launches on the devices of a sharded model; None for other models."""
         if model.tp_context is None:
             return None
-        if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
-            return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
+        why = None if bucket.stores or bucket.last else refusal_of_rows(bucket.tokens)
+        if why is not None:
+            return f"the matrices are sharded, and {why}"
         shards = self.shard_launches(model, bucket)
         return shards if isinstance(shards, str) else None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
+from exl_kernels.linear.planned import KEPT_PLANS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
@@ -41,7 +41,7 @@ from .half import (
     last_rows,
     why_own_pass,
 )
-from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, refusal_of_blocks
+from .half_matmuls import head_with_norm, joins_rows, refusal_of_blocks
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -72,7 +72,6 @@ class JoinedLaunches:
         self._last_norm = rms_of(norm)
         self._head = head
         self._joined_head = _joined_head(self._last_norm, head)
-        self._plain_head = None if head is None else joined((head.linear,))
         self._last = max((i for i, half in enumerate(halves) if isinstance(half.module, Attention)), default=-1)
         self._sections: dict[
             tuple[int, int], JoinedLaunches
@@ -100,19 +99,15 @@ class JoinedLaunches:
         """Run a step.
 
         Args:
-            given: ids int64 [T] on the device, of which more than PACKED_ROWS run in blocks (`refusal_of_rows`); for a
-                section without embedding, the hidden state [T, hidden], which is changed in place.
-            step: the step, `invariant` if it has more than PACKED_ROWS rows. Its adapters must be `RowAdapters`.
+            given: ids int64 [T] on the device, of which many run in blocks (`refusal_of_rows`); for a section without
+                embedding, the hidden state [T, hidden], which is changed in place.
+            step: the step, `invariant` if it has many rows. Its adapters must be `RowAdapters`.
             logits: float32 [T, padded vocabulary], which a head fills.
 
         Returns:
             The logits; the hidden state [T, hidden] where there is no head.
         """
         x = self._embedded(given)
-        rows = x.shape[0]
-        if rows > PACKED_ROWS:
-            h = self._hidden(x, step)
-            return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
         head = None if logits is None or step.loras else self._joined_head
         x, left = self._run_halves(x, step, head=head)
         if isinstance(left, PackedInput):
@@ -180,11 +175,12 @@ class JoinedLaunches:
         if output_tokens == "none":
             halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
         narrows = -1 if any(joins[self._last :]) else self._last
-        # Launches apart do not ask for the rows, and several blocks are never packed for the next matmul.
-        rows = min(x.shape[0], BLOCK_ROWS + 1) if any(joins) else 0
+        rows = x.shape[0] if any(joins) else 0  # launches apart do not ask for the rows
         key = (rows, tuple(joins), head is None, not step.loras)
         prologues = self._kept_prologues.get(key)
         if prologues is None:
+            if len(self._kept_prologues) >= KEPT_PLANS:
+                self._kept_prologues.clear()
             prologues = self._kept_prologues[key] = next_prologues(
                 [half.plan for half in halves], joins, self._last_norm, head, rows, packs=not step.loras
             )
@@ -197,16 +193,6 @@ class JoinedLaunches:
                 apart = APART  # for the tokens that are left
             x, h = half.run(x, h, step, JOINED if joint else apart, prologues[index], here)
         return x, h
-
-    def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
-        """Write the logits of many batch-invariant rows h in blocks; returns them."""
-        assert self._head is not None
-        head = self._plain_head
-        if head is not None and not step.loras and head_takes_blocks(head, self._head, h.shape[0]):
-            for block in head.blocks(h.shape[0]):
-                head.chained(h[block], logits[block])
-            return self._head.finish(logits)
-        return self._head.forward(h, step, out=logits)
 
     def head(self, h: Tensor, step: Step) -> Tensor:
         """Return logits float32 [T, padded vocabulary] for a result of `hidden`."""

@@ -10,8 +10,7 @@ from typing import Generic, NamedTuple, cast, get_args
 
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
-from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import PACKED_ROWS, pass_rows, refusal_of_adapted_shapes
+from exl_kernels.selection import pass_rows, refusal_of_adapted_shapes
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
@@ -24,7 +23,6 @@ __all__ = [
     "HalfPlan",
     "MakeMatmul",
     "NormShape",
-    "head_takes_blocks",
     "head_with_norm",
     "joins_rows",
     "matmuls_of",
@@ -240,26 +238,13 @@ def head_with_norm(norm: Module | None, head: Head, make: MakeMatmul[M], padded:
     return make((head.linear,), rms, None)
 
 
-def head_takes_blocks(matmul: PlannedMatmul, head: Head, rows: int) -> bool:
-    """Return whether the logits of a captured step of `rows` rows are a launch for each block of rows.
-
-    Args:
-        matmul: the matrix of the head alone.
-        head: the head.
-        rows: number of rows.
-    """
-    if rows <= PACKED_ROWS or matmul.out_features != head.padded_vocab_size:
-        return False
-    return all(matmul.takes_at_once(block.stop - block.start) for block in matmul.blocks(rows))
-
-
 def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | None:
     """Return why a captured step of `rows` rows is not batch-invariant, or None.
 
-    Up to PACKED_ROWS rows the modules' own passes are. More rows run in blocks, where joined kernels take them, or by
-    separate matmuls in blocks; `refusal` returns why a half does not allow that.
+    The modules' own passes of few rows are. More rows run in blocks, where joined kernels take them, or by separate
+    matmuls in blocks; `refusal` returns why a half does not allow that.
     """
-    if rows <= PACKED_ROWS:
+    if rows_are_invariant(rows, invariant=False):
         return None
     return refusal_of_joined_rows(rows) or refusal()
 

@@ -43,7 +43,6 @@ from .fused import uncovered
 from .half import description_of, is_mixture, refusal_of_code, why_own_pass
 from .half_matmuls import (
     HalfPlan,
-    head_takes_blocks,
     head_with_norm,
     joins_rows,
     packed_rows_of,
@@ -458,11 +457,8 @@ class _Uses:
         if not isinstance(head, Head):
             return
         chained = self._prologues[-1].chained if self._prologues else None
-        bare = self._model.make((head.linear,), None, None)
         if chained is not None:
             self._matmul("head", chained, (head.linear,))
-        elif self._way.way == "captured" and not self._adapted and head_takes_blocks(bare, head, self._count):
-            self._matmul("head", bare, (head.linear,))
         else:
             self._alone("head", head.linear, self._count)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QUARTERS
-from exl_kernels.selection import PACKED_ROWS
 
 from ..device import Device, devices
 from ..errors import DeviceError, ModelStateError
@@ -138,7 +137,7 @@ def _exchange_bytes(config: ExLlamaV2Config, modules: Sequence[Module], shares: 
     weights = StoredWeights(TensorReader(config.checkpoint), bounds, count)
     if refusal_of_settings(config) or refusal_of_exchange(inner, count, weights):
         return 0, 0
-    return bytes_by_rows(min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows), row_bytes(inner, count))
+    return bytes_by_rows(DECODE_TOKENS * config.decode_rows, row_bytes(inner, count))
 
 
 @dataclass

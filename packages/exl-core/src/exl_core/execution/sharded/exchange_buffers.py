@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.peer import ExchangeBuffers, PeerResults, exchange_buffer_bytes, free_deleted
+from exl_kernels.selection import PACKED_ROWS
 
 from ...transfer import is_direct
 from .coverage import RowBytes
@@ -17,12 +18,24 @@ from .launches import Gather, ResultRow
 if TYPE_CHECKING:
     from .context import TensorParallel
 
-__all__ = ["BuffersByRows", "bytes_by_rows", "exchanges", "refusal_of_access", "result_rows"]
+__all__ = [
+    "BuffersByRows",
+    "bytes_by_rows",
+    "exchanges",
+    "refusal_of_access",
+    "refusal_of_rows",
+    "result_rows",
+]
+
+
+def refusal_of_rows(rows: int) -> str | None:
+    """Return why steps of so many rows have no exchange buffers, or None. `bytes_by_rows` plans for all that have."""
+    return None if rows <= PACKED_ROWS else f"the step has {rows} rows, more than {PACKED_ROWS}"
 
 
 def bytes_by_rows(rows: int, row: RowBytes) -> tuple[int, int]:
     """Return the bytes of exchange buffers for steps of 1 to `rows` rows, of the first GPU and of each other one."""
-    sizes = [1 << power for power in range(_power(rows) + 1)]
+    sizes = [1 << power for power in range(_power(min(rows, PACKED_ROWS)) + 1)]
     first = sum(exchange_buffer_bytes(most * row.shared, most * row.logits) for most in sizes)
     return first, sum(exchange_buffer_bytes(most * row.shared) for most in sizes)
 
