@@ -56,12 +56,8 @@ LIMIT_NAMES = {
 LIMIT_OBJECTS = {"LIMITS", "kernel_limits"}
 LIMIT_VALUES = {2, 8, 16, 48, 64, 128, 256, 512}
 COMPARE_ROWS = {
-    "packages/exl-core/src/exl_core/execution/batch.py": "what a decode step is",
-    "packages/exl-core/src/exl_core/execution/eager.py": "the same, before the step is built",
     "packages/exl-core/src/exl_core/execution/sharded/exchange_buffers.py": "rows of steps that have exchange buffers",
-    "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "the same: prompts have other passes",
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
-    "packages/exl-core/src/exl_core/execution/captured.py": "which steps are decode steps",
     "packages/exl-core/src/exl_core/execution/environment.py": "a variable's most rows of joined launches",
     "packages/exl-core/src/exl_core/execution/prompt_buckets.py": "windows of prompts in a bucket of captured steps",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",

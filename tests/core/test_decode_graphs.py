@@ -18,14 +18,13 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, 
 from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import capturable, select, step_recorder
 from exl_core.execution import captured as graphs
-from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.step_inputs import STAGES, StagedTensors
 from exl_kernels.errors import DeviceError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.safetensors_file import write_safetensors
-from exl_kernels.selection import STEP_ROWS
+from exl_kernels.selection import DECODE_TOKENS, STEP_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16

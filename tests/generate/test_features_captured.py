@@ -24,7 +24,6 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.select import Way, select
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
@@ -32,7 +31,7 @@ from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import AsAsked
 from exl_kernels import _native
 from exl_kernels import sampling as kernels
-from exl_kernels.selection import MOST_REPORTED, PACKED_ROWS
+from exl_kernels.selection import DECODE_TOKENS, MOST_REPORTED, PACKED_ROWS
 
 CACHES = {"fp16": ExLlamaV2Cache, "q8": ExLlamaV2Cache_Q8, "q4": ExLlamaV2Cache_Q4}
 STEPS = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.errors import ShapeError
-from exl_kernels.fused import add_rms_norm, embed, rope_store
+from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.fused import add_rms_norm, embed, norm_parts, rope_store
 from exl_kernels.kv import KVPages, load_kv, store_kv
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
@@ -20,6 +20,19 @@ def test_add_rms_norm() -> None:
     assert torch.allclose(got.double(), norm_twin.rms_norm(added.double(), w, 1e-6, weight_offset=1.0), atol=1e-5)
     with pytest.raises(ShapeError):
         add_rms_norm(x, y[:1], w, 1e-6)
+
+
+def test_norms_of_parts_of_rows() -> None:
+    x, weights = torch.randn(3, 50), (torch.randn(24), torch.randn(10))
+    want = x.double()
+    for part, weight in zip(want.split([24, 10, 16], dim=1), weights, strict=False):
+        part.copy_(norm_twin.rms_norm(part, weight, 1e-6))
+    assert norm_parts(x, *weights, 1e-6) is x
+    assert torch.allclose(x.double(), want, atol=1e-5)
+    with pytest.raises(DTypeError, match="float32"):
+        norm_parts(x.half(), *weights, 1e-6)
+    with pytest.raises(ShapeError, match="rows of 50"):
+        norm_parts(x, weights[0], torch.randn(27), 1e-6)
 
 
 def test_rope_store() -> None:

@@ -73,6 +73,7 @@ __all__ = [
     "cuda_cards",
     "cuda_embed",
     "cuda_float_rows",
+    "cuda_is_decode_step",
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
@@ -1611,6 +1612,12 @@ def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
     """
     Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
     fill up.
+    """
+
+def cuda_is_decode_step(tokens: int) -> bool:
+    """
+    Whether attention reads sequences of `tokens` tokens each as those of a decode step: each token may have blocks of its own, and results
+    may be packed as the input of a matmul. Longer ones are read as prompts.
     """
 
 def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:

@@ -146,10 +146,10 @@ def add_post_norm(
 
 
 def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
-    """Compute `norm.rms_norm` of two parts of each row, in place, on a GPU.
+    """Compute `norm.rms_norm` of two parts of each row, in place.
 
     Args:
-        x: [T, D] float16, contiguous; a row begins with the parts.
+        x: [T, D] float16, on the CPU float32, contiguous; a row begins with the parts.
         first: float32 [E], the weight of the first E elements.
         second: float32 [F], the weight of the next F elements.
         eps: added to the mean squares.
@@ -160,14 +160,20 @@ def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
     Raises:
         DTypeError, ShapeError: an operand does not fit.
     """
-    check_operand("norm_parts: x", x)
-    if x.dtype != torch.float16 or x.dim() != 2:
-        raise DTypeError(f"norm_parts: x is {x.dtype} of {x.dim()} dimensions, expected float16 of two")
+    expected = torch.float16 if x.is_cuda else torch.float32
+    if x.dtype != expected or x.dim() != 2:
+        raise DTypeError(f"norm_parts: x is {x.dtype} of {x.dim()} dimensions, expected {expected} of two")
     for name, one in (("first", first), ("second", second)):
         if one.dtype != torch.float32 or one.dim() != 1:
             raise ShapeError(f"norm_parts: {name} is {one.dtype} {tuple(one.shape)}; expected float32 of one dimension")
     if not (first.shape[0] and second.shape[0]) or first.shape[0] + second.shape[0] > x.shape[1]:
         raise ShapeError(f"norm_parts: rows of {x.shape[1]} for parts of {first.shape[0]} and {second.shape[0]}")
+    if not x.is_cuda:
+        for begin, weight in ((0, first), (len(first), second)):
+            part = x[:, begin : begin + len(weight)]
+            part.copy_(rms_norm(part.contiguous(), weight, eps))
+        return x
+    check_operand("norm_parts: x", x)
     if x.numel():
         _native.cuda_rms_norm_parts(x, first, second, eps, launch_on(x))
     return x

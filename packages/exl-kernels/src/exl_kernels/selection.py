@@ -40,6 +40,7 @@ __all__ = [
     "adapter_kernels",
     "adapters_pack_input",
     "attention_stores_keys",
+    "is_decode_step",
     "known_cards",
     "norm_kernel",
     "pads_float_rows",
@@ -566,6 +567,15 @@ def attention_stores_keys(tokens: int) -> bool:
     Otherwise a launch before it does.
     """
     return _native.cuda_attention_stores_keys(tokens)
+
+
+def is_decode_step(tokens: int) -> bool:
+    """Return whether sequences of `tokens` tokens each are those of a decode step; longer ones are prompts.
+
+    Attention may give each token of a decode step blocks of its own, read queries, keys and values that are parts of
+    wider rows, and pack its results as the input of a matmul.
+    """
+    return _native.cuda_is_decode_step(tokens)
 
 
 def pads_float_rows(rows: int) -> bool:

@@ -129,7 +129,7 @@ impl CudaPages {
         op.table_rows = tokens.map_or(Rows::Sequences, |each| Rows::of(each, windows));
         if let Some(packed) = packed {
             let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
-            let few = op.own.is_some() || op.table_rows != Rows::Sequences;
+            let few = op.own.is_some() || op.table_rows.are_few();
             if !few || packed.matrix.get().device != to.device {
                 return Err(PyValueError::new_err(
                     "results packed for a matmul need own keys or few tokens a row, and a matrix on the same GPU",

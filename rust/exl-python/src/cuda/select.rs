@@ -443,6 +443,13 @@ pub fn cuda_attention_stores_keys(tokens: usize) -> bool {
     attention::select::stores_own_keys(tokens)
 }
 
+/// Whether attention reads sequences of `tokens` tokens each as those of a decode step: each token may have blocks of its own, and results
+/// may be packed as the input of a matmul. Longer ones are read as prompts.
+#[pyfunction]
+pub fn cuda_is_decode_step(tokens: usize) -> bool {
+    attention::select::is_decode_step(tokens)
+}
+
 /// The heads of a layer's attention, and the format of their pages.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]

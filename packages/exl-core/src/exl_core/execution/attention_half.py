@@ -26,7 +26,6 @@ from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.selection import attention_stores_keys
 
-from ..layers import RMSNorm
 from ..layers.description import AttentionDescription
 from ..layers.heads import Heads, shape_heads, shape_part
 from .batch import Step
@@ -50,7 +49,7 @@ class AttentionHalf(JoinedHalf):
         """Attention of halves of one kind differs in the pages alone."""
         self.head_norms = _head_norms_of(about)
         """Norms of q and k that attention of one token a row applies."""
-        self._part_norms = _part_norms_of(about) if self.head_norms is None else None
+        self._part_norms = norms_of_parts(about, loaded_shape) if self.head_norms is None else None
         """Norms of all of q and of all of k, which one launch applies where the matmul has left them."""
         self.shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
         """Whether `shape_heads` changes q, k or v."""
@@ -76,7 +75,7 @@ class AttentionHalf(JoinedHalf):
         heads = JoinedHeads(self.about, step)
         if not isinstance(found, Tensor):
             return heads.attend_joined(*shape_heads(self.about, found))
-        norms = self._part_norms if found.dtype == torch.float16 and found.is_cuda else None
+        norms = self._part_norms
         if norms is not None:
             norm_parts(found, norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
         q, k, v = torch.split(found, self._widths, dim=1)
@@ -117,12 +116,6 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
         return None
     q, k = norms
     return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps)
-
-
-def _part_norms_of(a: AttentionDescription) -> tuple[RMSNorm, RMSNorm] | None:
-    """Return RMS norms of all heads of q together and of k, if `norm_parts` applies them."""
-    norms = norms_of_parts(a, loaded_shape)
-    return norms if norms and all(norm.loaded_weight.dtype == torch.float32 for norm in norms) else None
 
 
 @dataclass(frozen=True, slots=True)

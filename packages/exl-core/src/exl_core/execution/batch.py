@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.block import Tokens
-from exl_kernels.selection import DECODE_TOKENS
+from exl_kernels.selection import is_decode_step
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..architectures.windows import LayerRope
     from ..contracts import Adapter, EmbeddedRows
 
-__all__ = ["DECODE_TOKENS", "Step"]
+__all__ = ["Step"]
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Step:
 
     @property
     def decodes(self) -> bool:
-        """Whether a row has few tokens, as in a decode step."""
-        return self.q_len <= DECODE_TOKENS
+        """Whether rows have few tokens, as in a decode step: how attention runs depends on that."""
+        return is_decode_step(self.q_len)
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) of a layer; without columns for a layer without rotation."""

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant
-from exl_kernels.selection import pads_float_rows
+from exl_kernels.selection import DECODE_TOKENS, is_decode_step, pads_float_rows, runs_packed
 
 from ..errors import DeviceError
 from ..layers import Module
 from ..lora.adding import refusal_of_capture
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS
 from .capturable import (
     NotCapturableError,
     padded_rows,
@@ -147,13 +146,14 @@ class DecodeGraphs:
         refused = self._refusal_of(model) or self._refusal_of_prompts(model)
         if refused is not None:
             return refused
-        if model.tp_context is not None and (last or ids.numel() > model.packed_rows):
+        packed = model.packed_rows
+        if model.tp_context is not None and (last or not runs_packed(ids.numel(), decodes=False, packed=packed)):
             return self._prepare_whole(ids, cache, params, "last" if last else "none")
         if last:
             return "logits of a prompt are those of launches that are not captured"
-        windows = windows_of(ids, params, model.packed_rows)
+        windows = windows_of(ids, params, packed)
         if windows is None:
-            return f"the windows of the prompts have more than {model.packed_rows} tokens"
+            return f"the windows of the prompts have more than {packed} tokens"
         step = self._replay_of(windows.ids.shape[1], cache, windows.params, output_tokens="none")
         return step if isinstance(step, str) else PreparedPrompt(step, windows)
 
@@ -164,7 +164,7 @@ class DecodeGraphs:
 
         cuBLAS may sum in another order for another number of rows.
         """
-        if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= DECODE_TOKENS:
+        if params.q_lens is not None or params.batch_size != ids.shape[0] or is_decode_step(ids.shape[1]):
             return "the rows are no prompts of one length"
         if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
             return "batch-invariant prompts of several GPUs are not captured"
@@ -197,7 +197,7 @@ class DecodeGraphs:
             The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
             arguments are in `reason`, too.
         """
-        if q_len > DECODE_TOKENS or cache is None or params.q_lens is not None:
+        if not is_decode_step(q_len) or cache is None or params.q_lens is not None:
             return f"it is no step over pages of a cache of at most {DECODE_TOKENS} tokens a row"
         found = self._replay_of(q_len, cache, params, adapters)
         self.reason = found if isinstance(found, str) and found != INVALID else None
@@ -219,7 +219,7 @@ class DecodeGraphs:
         if model is None:
             return "the model is gone"
         adapted, facts = bool(adapters), LoadedFacts(self, model)
-        short = q_len <= DECODE_TOKENS
+        short = is_decode_step(q_len)
         why = refusal_of_step(facts, batch, q_len, adapted=adapted) if short else facts.refusal()
         if why is not None:
             return why
@@ -379,7 +379,7 @@ class DecodeGraphs:
 
     def padded(self, batch: int, q_len: int) -> int:
         """Return the rows of the bucket of a step of `batch` rows of `q_len` tokens. Ask `refusal` before."""
-        exact = q_len > DECODE_TOKENS or (self._exact_batch and not pads_float_rows(batch * q_len))
+        exact = not is_decode_step(q_len) or (self._exact_batch and not pads_float_rows(batch * q_len))
         return batch if exact else padded_rows(batch, q_len)
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
@@ -486,7 +486,7 @@ class DecodeGraphs:
         self._failed.pop((key, bucket), None)
         held = self._graphs.setdefault(key, {})
         held[bucket] = made
-        prompts = [one for one in held if one.q_len > DECODE_TOKENS]
+        prompts = [one for one in held if not is_decode_step(one.q_len)]
         unused = prompts[0] if len(prompts) > MAX_PROMPTS else next(iter(held)) if len(held) > MAX_GRAPHS else None
         if unused is not None:
             del held[unused]

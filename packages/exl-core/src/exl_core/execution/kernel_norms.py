@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from exl_kernels.linear.planned import ShapedMatmul
-from exl_kernels.selection import NormOperation, Selection, norm_kernel
+from exl_kernels.selection import NormOperation, Selection, attention_stores_keys, norm_kernel
 
 from ..layers import Norm
 from ..layers.description import AttentionDescription, HalfDescription
@@ -39,7 +39,7 @@ class NormLaunches:
     Args:
         hidden: elements of the hidden state.
         rows: rows of the pass.
-        decodes: each sequence has one row.
+        tokens: tokens of each sequence.
         invariant: the pass asks for batch-invariant rows.
         adapted: adapters change all matrices of joined launches.
         norm_shape: the shape of a norm's weight.
@@ -50,12 +50,12 @@ class NormLaunches:
         hidden: int,
         rows: int,
         *,
-        decodes: bool,
+        tokens: int,
         invariant: bool,
         adapted: bool,
         norm_shape: Callable[[Norm], tuple[int, ...]],
     ) -> None:
-        self._hidden, self._rows, self._decodes, self._invariant = hidden, rows, decodes, invariant
+        self._hidden, self._rows, self._tokens, self._invariant = hidden, rows, tokens, invariant
         self._adapted, self._norm_shape = adapted, norm_shape
         self._normed = False
         """The next half finds its input normed, or packed for the matmul that norms it."""
@@ -112,7 +112,7 @@ class NormLaunches:
         if not (joins or plan.first_normed.pays_apart(self._rows, invariant=self._invariant)):
             yield from self._norms_of_heads_apart(a)
         elif norms_of_heads(a, self._norm_shape) is not None:
-            if not self._decodes:
+            if not attention_stores_keys(self._tokens):
                 yield from self._norms_of_heads_apart(a)
         elif norms_of_parts(a, self._norm_shape) is not None:
             yield norm_kernel("rms parts", self._hidden)

@@ -467,7 +467,7 @@ class _Uses:
         launches = NormLaunches(
             self._model.hidden,
             self._count,
-            decodes=self._tokens == 1,
+            tokens=self._tokens,
             invariant=self._way.invariant,
             adapted=self._adapted,
             norm_shape=self._model.shapes.of_norm,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, is_decode_step
 
-from .batch import DECODE_TOKENS
 from .environment import eager_prompts
 from .step_inputs import Bucket
 
@@ -36,7 +35,7 @@ class PromptBuckets:
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         # Beyond so many windows only multiples: of few buckets each is captured soon. Rows of whole prompts are exact.
         windows = max(PACKED_ROWS // bucket.q_len, 1)
-        exact = bucket.q_len > DECODE_TOKENS or bucket.batch <= windows
+        exact = not is_decode_step(bucket.q_len) or bucket.batch <= windows
         batch = bucket.batch if exact else -(-bucket.batch // windows) * windows
         found = bucket._replace(batch=batch, pages=pages, stores=not last, last=last)
         if self._eager[found] >= eager_prompts():

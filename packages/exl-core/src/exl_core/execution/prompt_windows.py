@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_kernels.selection import DECODE_TOKENS
+
 from .arguments import per_row, row_lengths
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS
 
 __all__ = ["WINDOWS", "PromptWindows", "windows_of"]
 

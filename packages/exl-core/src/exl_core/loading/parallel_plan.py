@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QUARTERS
+from exl_kernels.selection import DECODE_TOKENS
 
 from ..device import Device, devices
 from ..errors import DeviceError, ModelStateError
-from ..execution.batch import DECODE_TOKENS
 from ..execution.capturable import refusal_of_settings, without_hooks
 from ..execution.sharded.coverage import StoredWeights, refusal_of_exchange, row_bytes
 from ..execution.sharded.cutting import output_bounds

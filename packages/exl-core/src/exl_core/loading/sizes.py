@@ -11,10 +11,9 @@ from exl_kernels.kv import KVKind, KVPages
 from exl_kernels.moe.cuda import most_scratch_bytes
 from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, most_padded_rows
 from exl_kernels.sampling import workspace_bytes
-from exl_kernels.selection import CPU_CHUNK_ROWS, PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import CPU_CHUNK_ROWS, DECODE_TOKENS, PACKED_ROWS, STEP_ROWS
 
 from ..errors import MissingTensorError
-from ..execution.batch import DECODE_TOKENS
 from ..layers import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
 from .checkpoint import Checkpoint
 from .linears import EXL2_TENSORS, GPTQ_TENSORS

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
+from exl_kernels.selection import is_decode_step
 
 from ...device import out_of_memory_as_error
 from ...layers import Embedding
 from ...transfer import queueing, send
-from ..batch import DECODE_TOKENS
 from ..eager import first_step, logits_of
 from ..half import OutputTokens
 from .launches import ResultRow, ShardLaunches, operators_for, run_shares
@@ -36,7 +36,7 @@ __all__ = ["ShardedPrompts", "Stores", "StreamBarrier", "takes_prompt"]
 
 def takes_prompt(asked: ForwardPass) -> bool:
     """Return whether `ShardedPrompts` covers a pass on GPUs: more tokens a row than a decode step, no adapters."""
-    return asked.ids.shape[1] > DECODE_TOKENS and not (asked.adapters or asked.loras or asked.row_loras)
+    return not is_decode_step(asked.ids.shape[1]) and not (asked.adapters or asked.loras or asked.row_loras)
 
 
 class ShardedPrompts:

@@ -57,6 +57,11 @@ impl Rows {
             (true, true) => Self::Windows,
         }
     }
+
+    /// Whether rows have few tokens, whose results can be packed as the input of a matmul.
+    pub const fn are_few(self) -> bool {
+        !matches!(self, Self::Sequences)
+    }
 }
 
 /// Rotation of new keys and their queries.

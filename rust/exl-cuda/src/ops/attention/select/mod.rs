@@ -143,6 +143,11 @@ pub const fn stores_own_keys(tokens: usize) -> bool {
     tokens == 1
 }
 
+/// Whether sequences of `tokens` tokens each are read as those of a decode step; longer ones are read as prompts.
+pub const fn is_decode_step(tokens: usize) -> bool {
+    Rows::of(tokens, false).are_few()
+}
+
 /// The kernel for a call of many query rows a sequence; None where blocks that share keys are faster or none takes it.
 fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Option<Kernel> {
     let rows = call.tokens_of_prompt() * call.group();

@@ -422,6 +422,7 @@ fn the_table_decides_how_rows_of_some_tokens_are_read() {
     ] {
         assert_eq!(Rows::of(tokens, false), apart);
         assert_eq!(Rows::of(tokens, true), windows);
+        assert_eq!(is_decode_step(tokens), apart == Rows::Apart);
     }
 }
 
