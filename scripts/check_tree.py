@@ -132,7 +132,6 @@ ROW_COMPARISON = re.compile(
 # where an argument of a caller is checked. Only architectures/ names architectures. Modules import one another by
 # statements, which check_cycles.py and import-linter see; those that may not say why (`# late import: ...`).
 LOOKS_UP = {
-    "packages/exl-core/src/exl_core/execution/arguments.py": "a cache that a caller passes",
     "packages/exl-filters/src/exl_filters/readers.py": "models of sentencepiece",
 }
 # Files of protocols, and all files of COMPLETE, have complete types, with these exceptions.

@@ -127,7 +127,7 @@ def test_changes_while_jobs_take_turns_lose_nothing(seed: int) -> None:
     results: dict[Any, list[Any]] = {one: [] for one in jobs}
     while made.num_remaining_jobs():
         if dice.random() < 0.1:
-            made.model.arrangement = object()
+            made.model.arrangement = []
         for result in made.iterate():
             results[result["job"]].append(result)
         check_pages(made)
@@ -149,7 +149,7 @@ def test_what_may_be_taken_back_has_no_name_after_a_change_either() -> None:
         if one.requeues and not made.arrangements:
             assert not one.sequence.labels
             assert one.sequence.prefill_end == 16, "all of a page"
-            made.model.arrangement = object()
+            made.model.arrangement = []
         results += made.iterate()
         check_pages(made)
     assert made.arrangements == 1
@@ -260,7 +260,7 @@ def test_pages_of_a_job_whose_model_has_changed_begin_no_other_prompt() -> None:
     made.enqueue(one)
     while not one.new_tokens:
         made.iterate()
-    made.model.arrangement = object()
+    made.model.arrangement = []
     drain(made)
     assert len(one.sequence.labels) == 3
     for start in (16, 32):
@@ -279,7 +279,7 @@ def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> 
     made.enqueue(one)
     while not one.new_tokens:
         made.iterate()
-    made.model.arrangement = object()
+    made.model.arrangement = []
     while one.new_tokens < 36:
         made.iterate()
     behind = [sequence.labels[1:] for sequence in one.sequences]

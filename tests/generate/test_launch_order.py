@@ -230,6 +230,6 @@ def test_a_hook_installed_between_steps_sees_no_prepared_drafts() -> None:
     while (engine._drafts or (None, 0))[1] != 4:  # noqa: SLF001
         generator.iterate()
     before = len(model.calls)
-    model.hooked, model.arrangement = True, object()
+    model.hooked, model.arrangement = True, []
     generator.iterate()
     assert (1, 1, False) in model.calls[before:], "windows were filled up"

@@ -97,7 +97,7 @@ def test_names_behind_a_change_of_modules_are_the_generators_own() -> None:
     for _ in range(2):
         made: Any = make()
         assert made.namespace_of(()) == plain
-        made.model.arrangement = object()
+        made.model.arrangement = []
         run(made, job("abc", 2))
         found.add(made.namespace_of(()))
     assert len(found) == 3

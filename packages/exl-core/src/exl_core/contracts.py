@@ -12,9 +12,11 @@ from exl_kernels.kv import KVPages
 from exl_kernels.linear import QuantMatrix
 
 if TYPE_CHECKING:
+    from .axes import RopeOffsets
+    from .config import ExLlamaV2Config
     from .lora.pairs import EmbeddingPair
 
-__all__ = ["Adapter", "EmbeddedRows", "ForwardResult", "PagedCache"]
+__all__ = ["Adapter", "Cache", "EmbeddedRows", "ForwardResult", "PagedCache"]
 
 
 class ForwardResult(TypedDict, total=False):
@@ -104,4 +106,32 @@ class PagedCache(Protocol):
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
         """View a layer as pages of `page_size` tokens."""
+        ...
+
+
+class Cache(PagedCache, Protocol):
+    """Keys and values of sequences, as executors use them: the caches of exl_core, and views of them (`PagedView`)."""
+
+    current_seq_len: int
+    """Tokens of the longest sequence, in contiguous use; the last pass sets it."""
+    rope_offsets: RopeOffsets
+    """Of stored images, in contiguous use."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; pages are cut from one."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    def check_model(self, config: ExLlamaV2Config) -> None:
+        """Raise CacheError unless the cache fits a model of `config`."""
         ...

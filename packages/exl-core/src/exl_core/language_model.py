@@ -15,10 +15,24 @@ if TYPE_CHECKING:
     from .placement import Placement
     from .rope import RopeTable
 
-__all__ = ["LanguageModel"]
+__all__ = ["LanguageModel", "LoadedModel"]
 
 
-class LanguageModel(Protocol):
+class LoadedModel(Protocol):
+    """The properties by which any code knows a model, such as that of a cache or an adapter."""
+
+    @property
+    def arrangement(self) -> Sequence[Module]:
+        """The modules as one list object that is replaced when one of them is."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the logits; None until devices are decided."""
+        ...
+
+
+class LanguageModel(LoadedModel, Protocol):
     """The state of an `ExLlamaV2`: its modules, their devices, and the loaded weights.
 
     Users of this protocol change nothing.

@@ -21,6 +21,8 @@ from exl_core.embeddings import EmbeddingConfig
 if TYPE_CHECKING:
     from exl_core import PagedParams
     from exl_core.contracts import ForwardResult
+    from exl_core.language_model import LoadedModel
+    from exl_core.layers import Module
     from exl_kernels.sampling import TokenTarget
 
 __all__ = [
@@ -57,7 +59,7 @@ class Cache(Protocol):
     max_seq_len: int
 
     @property
-    def model(self) -> object:
+    def model(self) -> LoadedModel:
         """The model that the cache was made for."""
 
     @property
@@ -99,7 +101,7 @@ class RequestAdapter(Protocol):
     def content_digest(self) -> bytes:
         """Bytes that differ, in any process, from those of every adapter with another effect."""
 
-    def check_usable(self, model: object) -> None:
+    def check_usable(self, model: LoadedModel) -> None:
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
@@ -160,8 +162,8 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
         """The device of the logits; None is the CPU."""
 
     @property
-    def arrangement(self) -> object:
-        """An object that changes when a module of the model is replaced: earlier results are then stale."""
+    def arrangement(self) -> Sequence[Module]:
+        """The modules as one object that is replaced when one of them is: earlier results are then stale."""
 
     @property
     def content_digest(self) -> bytes:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..cache import ExLlamaV2CacheBase
+from ..cache.view import PagedView
 from ..embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
 from ..errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
 from ..lora import ExLlamaV2Lora
 from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
     from ..config import ExLlamaV2Config
+    from ..contracts import Cache
     from ..language_model import LanguageModel
 
 __all__ = [
@@ -122,14 +124,13 @@ def check_context(cache: object, input_mask: object, position_offsets: object, a
     """Raise InputError for arguments of the wrong type or shape.
 
     Args:
-        cache: a cache, a view of some of its rows, or None.
+        cache: a cache, a view of its rows as one, or None.
         input_mask: float [batch, total length], or None.
         position_offsets: int [batch, 1], or None.
         abort_event: a threading.Event, or None.
         batch: number of sequences.
     """
-    # Duck typing, since the generators pass views of one row of a cache.
-    if cache is not None and not (callable(getattr(cache, "pages", None)) and hasattr(cache, "current_seq_len")):
+    if cache is not None and not isinstance(cache, (ExLlamaV2CacheBase, PagedView)):
         raise InputError(f"cache is a {type(cache).__name__}, expected one of the ExLlamaV2Cache classes or None")
     if input_mask is not None and not (isinstance(input_mask, Tensor) and input_mask.is_floating_point()):
         raise InputError(f"input_mask is {_named(input_mask)}, expected a float tensor [batch, total length]")
@@ -177,7 +178,7 @@ def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:
     return frozenset(index % count for index in found)
 
 
-def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
+def check_length(config: ExLlamaV2Config, cache: Cache | None, batch: int, past: int, q_len: int) -> None:
     """Check the number of tokens.
 
     Args:
@@ -236,7 +237,7 @@ def chunk_size(config: ExLlamaV2Config, batch: int, past: int, remaining: int, c
 
 def contiguous_params(
     params: AttentionParams | None,
-    cache: ExLlamaV2CacheBase | None,
+    cache: Cache | None,
     batch: int,
     q_len: int,
     input_mask: Tensor | None,

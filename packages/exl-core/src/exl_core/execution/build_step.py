@@ -21,9 +21,8 @@ from .attn_params import AttentionParams, PagedParams
 from .batch import Step
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
     from ..config import ExLlamaV2Config
-    from ..contracts import Adapter
+    from ..contracts import Adapter, Cache
     from ..embeddings import ExLlamaV2MMEmbedding
     from .sharded.context import TensorParallel
 
@@ -33,7 +32,7 @@ __all__ = ["build_step"]
 def build_step(
     config: ExLlamaV2Config,
     rope: RopeTable,
-    cache: ExLlamaV2CacheBase | None,
+    cache: Cache | None,
     params: AttentionParams | PagedParams,
     batch: int,
     q_len: int,
@@ -136,7 +135,7 @@ Layout = tuple[Tensor, Tensor, Tensor, int, Callable[[int], KVPages]]
 
 def _contiguous_layout(
     config: ExLlamaV2Config,
-    cache: ExLlamaV2CacheBase | None,
+    cache: Cache | None,
     params: AttentionParams,
     batch: int,
     q_len: int,
@@ -170,7 +169,7 @@ def _rows(batch: int, q_len: int | Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(rows, q_len.numpy() if isinstance(q_len, Tensor) else q_len))
 
 
-def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: int, q_len: int) -> Layout:
+def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: int) -> Layout:
     if cache is None:
         raise InputError("paged attention needs a cache")
     if cache.batch_size != 1:
@@ -241,7 +240,7 @@ def _rotations(
 
 def _rope_positions(
     config: ExLlamaV2Config,
-    cache: ExLlamaV2CacheBase | None,
+    cache: Cache | None,
     params: AttentionParams | PagedParams,
     positions: Tensor,
     rows: Tensor,

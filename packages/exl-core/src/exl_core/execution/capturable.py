@@ -18,8 +18,8 @@ from .environment import GRAPHS_VARIABLE, captures_steps
 from .step_inputs import Bucket, StepTensors
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
     from ..config import ExLlamaV2Config
+    from ..contracts import Cache
     from ..language_model import LanguageModel
 
 __all__ = [
@@ -97,7 +97,7 @@ def refusal_of_settings(config: ExLlamaV2Config) -> str | None:
 
 def static_step(
     model: LanguageModel,
-    cache: ExLlamaV2CacheBase,
+    cache: Cache,
     bucket: Bucket,
     inputs: StepTensors,
     device: torch.device,

@@ -25,8 +25,7 @@ from .sharded.launches import ResultRow, ShardLaunches
 from .step_inputs import Bucket, StagedTensors, StepTensors
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
-    from ..contracts import Adapter
+    from ..contracts import Adapter, Cache
     from ..language_model import LanguageModel
     from .sharded.context import TensorParallel
 
@@ -57,7 +56,7 @@ class StepRecorder:
         self,
         model: LanguageModel,
         joined: JoinedLaunches | str,
-        cache: ExLlamaV2CacheBase,
+        cache: Cache,
         bucket: Bucket,
         sets: Sequence[tuple[Adapter, ...]] | None,
     ) -> CapturedStep:
@@ -104,9 +103,7 @@ class StepRecorder:
             whole, inputs, logits, (*kept, *self._recorder.workspaces), tuple(adapters), [-1] * bucket.tokens
         )
 
-    def record_store(
-        self, model: LanguageModel, joined: JoinedLaunches, cache: ExLlamaV2CacheBase, bucket: Bucket
-    ) -> CapturedStep:
+    def record_store(self, model: LanguageModel, joined: JoinedLaunches, cache: Cache, bucket: Bucket) -> CapturedStep:
         """Record a step without logits of a model on one device; arguments as for `record`."""
         assert model.device is not None
         inputs = StagedTensors(bucket, model.device)
@@ -121,7 +118,7 @@ class StepRecorder:
         return CapturedStep(graph, inputs, None, kept)
 
     def record_sharded(
-        self, model: LanguageModel, shards: list[ShardLaunches], cache: ExLlamaV2CacheBase, bucket: Bucket
+        self, model: LanguageModel, shards: list[ShardLaunches], cache: Cache, bucket: Bucket
     ) -> CapturedStep:
         """Record a step or a prompt of a sharded model, a graph for each device, whose launches are `shards`."""
         context = model.tp_context
@@ -134,7 +131,7 @@ class StepRecorder:
         model: LanguageModel,
         context: TensorParallel,
         shards: list[ShardLaunches],
-        cache: ExLlamaV2CacheBase,
+        cache: Cache,
         bucket: Bucket,
     ) -> CapturedStep:
         """Record graphs that wait for one another's results."""
@@ -163,7 +160,7 @@ class StepRecorder:
         model: LanguageModel,
         context: TensorParallel,
         shards: list[ShardLaunches],
-        cache: ExLlamaV2CacheBase,
+        cache: Cache,
         bucket: Bucket,
     ) -> CapturedStep:
         devices = [context.device(shard) for shard in range(len(shards))]

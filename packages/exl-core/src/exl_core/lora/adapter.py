@@ -22,7 +22,7 @@ from .keys import AdapterKey, ModuleIndex, Slice, parse_key, unknown_names
 from .pairs import EmbeddingPair, LoraPair
 
 if TYPE_CHECKING:
-    from ..language_model import LanguageModel
+    from ..language_model import LanguageModel, LoadedModel
     from ..layers.embedding import Embedding
 
 __all__ = ["ExLlamaV2Lora"]
@@ -157,7 +157,7 @@ class ExLlamaV2Lora:
         total += 0 if self.embedding is None else self.embedding.nbytes
         return total + (0 if self.embedding_pair is None else self.embedding_pair.nbytes)
 
-    def check_usable(self, model: object) -> None:
+    def check_usable(self, model: LoadedModel) -> None:
         """Raise ModelStateError unless this adapter can be used with `model` as it is loaded now."""
         if self.model is not model:
             raise ModelStateError(f"the adapter {self.lora_path} was loaded for another model")

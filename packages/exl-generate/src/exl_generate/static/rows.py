@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from exl_core.cache import ExLlamaV2CacheBase
+from exl_core.cache.view import PagedView
 from exl_generate.contracts import Cache, CacheView
 
 if TYPE_CHECKING:
-    import torch
-
-    from exl_core import ExLlamaV2Config
-    from exl_kernels.kv import KVPages
+    from exl_core.language_model import LoadedModel
 
 __all__ = ["OneRow", "one_row", "page_size_of"]
 
@@ -32,7 +29,7 @@ class OneRow(CacheView):
         return self._cache
 
     @property
-    def model(self) -> object:
+    def model(self) -> LoadedModel:
         """The model that the cache was made for."""
         return self._cache.model
 
@@ -50,30 +47,12 @@ class OneRow(CacheView):
         self._cache.copy_states(other, from_column, from_columns, to_column, from_columns, from_row, 1, to_row, 1)
 
 
-class PagedOneRow(OneRow):
+class PagedOneRow(OneRow, PagedView):
     """`OneRow` of a cache of exl_core, with all that its models read of a cache whose rows are pages."""
 
     def __init__(self, cache: ExLlamaV2CacheBase) -> None:
-        super().__init__(cache)
-        self._paged = cache
-        self.num_hidden_layers = cache.num_hidden_layers
-        self.num_key_value_heads = cache.num_key_value_heads
-
-    def check_model(self, config: ExLlamaV2Config) -> None:
-        """Raise CacheError unless the cache fits a model of `config`."""
-        self._paged.check_model(config)
-
-    def shards(self) -> Sequence[ExLlamaV2CacheBase]:
-        """Return one cache for each device with heads."""
-        return self._paged.shards()
-
-    def device_of(self, layer_idx: int) -> torch.device:
-        """Return the device of a layer."""
-        return self._paged.device_of(layer_idx)
-
-    def pages(self, layer_idx: int, page_size: int) -> KVPages:
-        """View a layer as pages of `page_size` tokens."""
-        return self._paged.pages(layer_idx, page_size)
+        OneRow.__init__(self, cache)
+        PagedView.__init__(self, cache)
 
 
 def one_row(cache: Cache) -> OneRow:

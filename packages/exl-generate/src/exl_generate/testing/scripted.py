@@ -13,7 +13,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from numpy.typing import NDArray
 
 from exl_core.contracts import ForwardResult
 from exl_generate.contracts import CacheView
+
+if TYPE_CHECKING:
+    from exl_core.language_model import LoadedModel
+    from exl_core.layers import Module
 
 __all__ = [
     "ModelBase",
@@ -102,7 +106,7 @@ class ScriptedLora:
         """Bytes made of the seed, which decides the adapter's effect."""
         return f"scripted {self.seed}".encode()
 
-    def check_usable(self, model: object) -> None:
+    def check_usable(self, model: LoadedModel) -> None:
         """Accept any model."""
 
 
@@ -136,7 +140,7 @@ class ModelBase:
     """Everything of `exl_generate.contracts.Model` but `config` and `forward_chunk`, for a model on the CPU."""
 
     device: torch.device | None = None
-    arrangement: object = None
+    arrangement: Sequence[Module] = ()
     hooked: bool = False
     in_lockstep: bool = False
     _digest = b""

@@ -27,7 +27,7 @@ from .exchange_buffers import result_rows
 from .launches import ResultRow, ShardLaunches, is_captured, operators_for, run_shares
 
 if TYPE_CHECKING:
-    from ...cache import ExLlamaV2CacheBase
+    from ...contracts import Cache
     from ...language_model import LanguageModel
     from ..batch import Step
 
@@ -91,7 +91,7 @@ def refusal_of_memory(shards: Sequence[ShardLaunches], devices: Sequence[torch.d
 def record_prompt(
     model: LanguageModel,
     shards: Sequence[ShardLaunches],
-    cache: ExLlamaV2CacheBase,
+    cache: Cache,
     bucket: Bucket,
     results: PeerResults,
     recorder: Recorder,
