@@ -95,14 +95,14 @@ def test_settings_are_read_at_each_pass(monkeypatch: pytest.MonkeyPatch) -> None
     model = loaded()
     model.decode.clear()
     asked, other = step(model), step(model)
-    select(model, asked).executor.run(model, asked)
+    select(model, asked).run(model)
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
     assert select(model, asked)[::2] == ("eager", "EXL_CUDA_GRAPHS=0 asks for eager launches")
     monkeypatch.setenv(GRAPHS_VARIABLE, "1")
     monkeypatch.setattr(model.config, "no_graphs", True)
     assert select(model, asked)[::2] == ("eager", "config.no_graphs asks for eager launches")
     monkeypatch.setattr(model.config, "no_graphs", False)
-    select(model, other).executor.run(model, other)
+    select(model, other).run(model)
     assert model.decode.count == 2, "of two caches"
 
 
@@ -127,7 +127,7 @@ def test_steps_without_graphs_run_module_by_module(
     assert selected[::2] == ("eager", "config.no_graphs asks for eager launches")
     try:
         model.modules[3] = Intervention(inner, pre_forward=watch)
-        selected.executor.run(model, asked)
+        selected.run(model)
     finally:
         model.modules[3] = inner
         model.decode.clear()
@@ -146,7 +146,7 @@ def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.
     reason = "the step could not be captured: a test says so"
     first = step(model)
     assert select(model, first).way == "captured"
-    assert select(model, first).executor.run(model, first) == Refused(reason)
+    assert select(model, first).run(model) == Refused(reason)
     assert model.decode.reason == reason
     assert select(model, first, refused=reason)[::2] == ("eager", reason)
     assert select(model, step(model))[::2] == ("eager", reason)
@@ -163,7 +163,7 @@ def test_a_step_with_invalid_arguments_is_left_to_the_checks_that_name_them(monk
     model = loaded()
     wrong = step(model)
     wrong.ids[0] = model.config.vocab_size
-    assert select(model, wrong).executor.run(model, wrong) == Refused(INVALID)
+    assert select(model, wrong).run(model) == Refused(INVALID)
     with pytest.raises(TokenIdError, match="outside the vocabulary"):
         forward_chunk(model, wrong)
     wrong = step(model)
@@ -205,7 +205,7 @@ def test_a_choice_does_no_work_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> N
         for _ in range(3):
             assert select(model, asked).way == "captured"
         assert (model.decode.count, model.decode.steps, filled, asked.cache.current_seq_len) == (0, steps, [], 1)
-        select(model, asked).executor.run(model, asked)
+        select(model, asked).run(model)
         assert (model.decode.count, len(filled)) == (1, 1)
         filled.clear()
     model.decode.clear()
@@ -263,7 +263,7 @@ def test_passes_of_one_gpu_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selected.way == "joined"
     assert "neither a step" in (selected.reason or "")
     with torch.inference_mode():
-        found = selected.executor.run(model, asked)
+        found = selected.run(model)
     assert isinstance(found, dict), "the logits"
     assert torch.equal(found["logits"], want)
     monkeypatch.setattr(captured, "refusal_of_model", lambda model: "a reason")

@@ -11,12 +11,13 @@ from joined_on_cpu import FusedDouble, joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
+from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
 from exl_core.execution import captured, many_rows, select
-from exl_core.execution.forward_pass import ForwardPass, checked
+from exl_core.execution.forward_pass import CheckedPass, ForwardPass, checked
 from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ResultRow, ShardLaunches, shard_launches_of
 from exl_core.execution.sharded.prompts import ShardedPrompts, Stores, StreamBarrier, takes_prompt
+from exl_core.lora.rows import RowAdapters
 from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
@@ -124,9 +125,13 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
 
 def test_which_passes_are_prompts() -> None:
     """Decode steps of many rows need batch-invariant matmuls, adapters are for the modules."""
-    assert takes_prompt(ForwardPass(torch.zeros((1, 17), dtype=torch.int64), None))
-    assert not takes_prompt(ForwardPass(torch.zeros((16, 16), dtype=torch.int64), None))
-    assert not takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None, row_loras=[[]]))
+
+    def asked(*shape: int, **changes: Any) -> CheckedPass:
+        return CheckedPass(ids=torch.zeros(shape, dtype=torch.int64), cache=None, params=AttentionParams(), **changes)
+
+    assert takes_prompt(asked(1, 17))
+    assert not takes_prompt(asked(16, 16))
+    assert not takes_prompt(asked(1, 65, adapters=(RowAdapters([], torch.full((65,), -1), 65),)))
 
 
 @pytest.mark.parametrize("begins", [[0, 8, 24], [0, 6, 10, 26], [0, 1, 3]], ids=["wide", "narrow", "odd"])

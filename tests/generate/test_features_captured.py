@@ -24,7 +24,7 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_core.execution.forward_pass import ForwardPass
+from exl_core.execution.forward_pass import ForwardPass, needs_modules
 from exl_core.execution.select import Way, select
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
@@ -150,7 +150,7 @@ def test_no_feature_leaves_the_captured_path(
     for asked, way in passes:
         assert way == ("eager" if adapted else "captured")
         count, q_len = asked.ids.shape
-        assert asked.needs_modules is None
+        assert needs_modules(asked) is None
         assert asked.capturable
         assert q_len <= 1 + feature.drafts <= DECODE_TOKENS
         assert count * q_len <= PACKED_ROWS

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .contracts import ForwardResult
+from .contracts import Cache, ForwardResult
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
 from .execution.attn_params import AttentionParams, PagedParams
@@ -59,7 +58,7 @@ class ExLlamaV2(SteppingModel):
     def forward(
         self,
         input_ids: Tensor,
-        cache: ExLlamaV2CacheBase | None = None,
+        cache: Cache | None = None,
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
@@ -98,8 +97,8 @@ class ExLlamaV2(SteppingModel):
             InputError: an argument is malformed.
         """
         asked = ForwardPass(
-            input_ids,
-            cache,
+            ids=input_ids,
+            cache=cache,
             input_mask=input_mask,
             position_offsets=position_offsets,
             preprocess_only=preprocess_only,
@@ -114,7 +113,7 @@ class ExLlamaV2(SteppingModel):
     def forward_chunk(
         self,
         input_ids: Tensor,
-        cache: ExLlamaV2CacheBase | None = None,
+        cache: Cache | None = None,
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
@@ -163,18 +162,18 @@ class ExLlamaV2(SteppingModel):
             UnsupportedError: arguments exclude each other.
         """
         asked = ForwardPass(
-            input_ids,
-            cache,
-            attn_params,
-            input_mask,
-            position_offsets,
-            preprocess_only,
-            last_id_only,
-            return_last_state,
-            extract_state_indices,
-            abort_event,
-            loras,
-            indexed_embeddings,
-            row_loras,
+            ids=input_ids,
+            cache=cache,
+            params=attn_params,
+            input_mask=input_mask,
+            position_offsets=position_offsets,
+            preprocess_only=preprocess_only,
+            last_id_only=last_id_only,
+            return_last_state=return_last_state,
+            extract=extract_state_indices,
+            abort_event=abort_event,
+            loras=loras,
+            embeddings=indexed_embeddings,
+            row_loras=row_loras,
         )
         return forward_chunk(self, asked)

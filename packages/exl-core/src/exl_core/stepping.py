@@ -8,8 +8,8 @@ from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import STEP_ROWS
 
-from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
+from .contracts import Cache
 from .execution.attn_params import PagedParams
 from .execution.capturable import without_hooks
 from .execution.captured import DecodeGraphs
@@ -85,7 +85,7 @@ class SteppingModel(LoadableModel):
     def prelaunchable_step(
         self,
         q_len: int,
-        cache: ExLlamaV2CacheBase,
+        cache: Cache,
         attn_params: PagedParams,
         *,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,

@@ -32,7 +32,7 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .captured_step import CapturedStep, StepReplay, UnrecordedStep, on_cpu
+from .captured_step import CapturedStep, ReplayInputs, StepReplay, UnrecordedStep, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, refusal_of_joined_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
@@ -46,17 +46,13 @@ from .step_recorder import StepRecorder
 from .ways import refusal_of_step
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
-    from ..contracts import Adapter
+    from ..contracts import Adapter, Cache
     from ..language_model import LanguageModel
 
 __all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "LoadedFacts", "PreparedPrompt"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
-ReplayInputs = tuple[
-    tuple[int, int], tuple[Tensor, Tensor], tuple[int, int, int], Tensor | None, int, list[int]
-]  # arguments of `StepReplay` behind the captured step
 INVALID = "an argument is invalid"
 """A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
@@ -114,18 +110,31 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------------------------------------------- the step
 
-    def refusal(self, model: LanguageModel, *, step: bool) -> str | None:
+    def refusal(self, model: LanguageModel, *, step: bool = False) -> str | None:
         """Return why passes of this model are neither captured nor run by joined launches; None if they may be.
 
-        With `step`, `reason` gets the reason, if there is one.
+        By settings, asked each time, or by the model's modules. With `step`, `reason` gets the reason, if there is one.
         """
-        why = self._refusal_of(model)
+        found = model.arrangement
+        if self._arrangement is not found:
+            refused = refusal_of_model(model)
+            # Captured steps are kept while a hook is in place, and used again when the same modules run without it.
+            modules = [without_hooks(module) for module in found]
+            if self._modules != modules:
+                self.clear()
+                self._modules = modules
+            if refused is None:
+                # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
+                # no padding (`pads_float_rows`).
+                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
+            self._arrangement, self._refused = found, refused
+        why = refusal_of_settings(model.config) or self._refused
         if step and why is not None:
             self.reason = why
         return why
 
     def prepare_prompt(
-        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, *, last: bool = False
+        self, ids: Tensor, cache: Cache, params: PagedParams, *, last: bool = False
     ) -> PreparedPrompt | str:
         """Prepare a captured step that stores the keys and values of a prompt. Records nothing, but counts the prompt.
 
@@ -143,7 +152,7 @@ class DecodeGraphs:
         model = self._model()
         if model is None:
             return "the model is gone"
-        refused = self._refusal_of(model) or self._refusal_of_prompts(model)
+        refused = self.refusal(model) or self._refusal_of_prompts(model)
         if refused is not None:
             return refused
         packed = model.packed_rows
@@ -158,7 +167,7 @@ class DecodeGraphs:
         return step if isinstance(step, str) else PreparedPrompt(step, windows)
 
     def _prepare_whole(
-        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, output_tokens: OutputTokens
+        self, ids: Tensor, cache: Cache, params: PagedParams, output_tokens: OutputTokens
     ) -> PreparedPrompt | str:
         """Prepare a prompt of a sharded model whose rows are sequences, without padding.
 
@@ -168,7 +177,7 @@ class DecodeGraphs:
             return "the rows are no prompts of one length"
         if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
             return "batch-invariant prompts of several GPUs are not captured"
-        step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens)
+        step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens, whole=True)
         return step if isinstance(step, str) else PreparedPrompt(step, None)
 
     def _refusal_of_prompts(self, model: LanguageModel) -> str | None:
@@ -181,7 +190,7 @@ class DecodeGraphs:
     def decode_replay(
         self,
         q_len: int,
-        cache: ExLlamaV2CacheBase | None,
+        cache: Cache | None,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
     ) -> StepReplay | UnrecordedStep | str:
@@ -206,21 +215,24 @@ class DecodeGraphs:
     def _replay_of(
         self,
         q_len: int,
-        cache: ExLlamaV2CacheBase,
+        cache: Cache,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
         output_tokens: OutputTokens = "all",
+        whole: bool = False,
     ) -> StepReplay | UnrecordedStep | str:
-        """Return `decode_replay`, or a step that stores a prompt unless `output_tokens` is "all"."""
+        """Return `decode_replay`, or a step that stores a prompt unless `output_tokens` is "all".
+
+        whole: the rows are whole prompts; else decode steps, or windows of prompts with as few tokens.
+        """
         batch = params.batch_size
         decodes = output_tokens == "all"
         model = self._model()
         if model is None:
             return "the model is gone"
         adapted, facts = bool(adapters), LoadedFacts(self, model)
-        short = is_decode_step(q_len)
-        why = refusal_of_step(facts, batch, q_len, adapted=adapted) if short else facts.refusal()
+        why = facts.refusal() if whole else refusal_of_step(facts, batch, q_len, adapted=adapted)
         if why is not None:
             return why
         size, places = params.page_size, cache.max_seq_len // params.page_size
@@ -241,22 +253,29 @@ class DecodeGraphs:
             return adapter_slots
         if self._exact_batch and not decodes:
             return "prompts of a model with float matrices are not captured"
-        sizes = self._bucket(batch, q_len, longest, size, places)
+        rows = batch if whole else self.padded(batch, q_len)
+        sizes = Bucket(rows, q_len, _padded_pages(-(-longest // size), places), size)
         bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "too few prompts of this size have come for a captured step"
-        captured = self._refusal_of_shards(model, bucket) or self._held(cache, bucket, adapted)
+        captured = (facts.sharded and self._refusal_of_shards(model, bucket)) or self._held(cache, bucket, adapted)
         if isinstance(captured, str):
             return captured
-        limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        of_tokens = [slot for slot in adapter_slots for _ in range(q_len)]
-        given = ((batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        given = ReplayInputs(
+            shape=(batch, q_len),
+            past=past,
+            table=table,
+            limits=(model.config.vocab_size, model.config.max_seq_len, places),
+            offsets=offsets,
+            longest=longest,
+            adapter_slots=[slot for slot in adapter_slots for _ in range(q_len)] if adapted else [],
+        )
         if captured is not None:
-            return StepReplay(self, cache, captured, *given)
+            return StepReplay(self, cache, captured, given)
         return UnrecordedStep(partial(self._record_replay, model, cache, bucket, adapted, given))
 
     def _record_replay(
-        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool, given: ReplayInputs
+        self, model: LanguageModel, cache: Cache, bucket: Bucket, adapted: bool, given: ReplayInputs
     ) -> StepReplay | str:
         """Record the step of a bucket and return its replay of `given`, or why it could not be recorded.
 
@@ -264,7 +283,7 @@ class DecodeGraphs:
         """
         captured = self._recorded(model, cache, bucket, adapted)
         if not isinstance(captured, str):
-            return StepReplay(self, cache, captured, *given)
+            return StepReplay(self, cache, captured, given)
         if not (bucket.stores or bucket.last):
             self.reason = captured
         return captured
@@ -360,38 +379,13 @@ class DecodeGraphs:
         if not self.count:
             self._recorder.drop_pools()
 
-    def _refusal_of(self, model: LanguageModel) -> str | None:
-        """Return why no pass is captured or joined: by settings, asked each time, or by the model's modules."""
-        found = model.arrangement
-        if self._arrangement is not found:
-            refused = refusal_of_model(model)
-            # Captured steps are kept while a hook is in place, and used again when the same modules run without it.
-            modules = [without_hooks(module) for module in found]
-            if self._modules != modules:
-                self.clear()
-                self._modules = modules
-            if refused is None:
-                # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
-                # no padding (`pads_float_rows`).
-                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
-            self._arrangement, self._refused = found, refused
-        return refusal_of_settings(model.config) or self._refused
-
     def padded(self, batch: int, q_len: int) -> int:
-        """Return the rows of the bucket of a step of `batch` rows of `q_len` tokens. Ask `refusal` before."""
-        exact = not is_decode_step(q_len) or (self._exact_batch and not pads_float_rows(batch * q_len))
+        """Return the rows of the bucket of a step of `batch` rows of few tokens. Ask `refusal` before."""
+        exact = self._exact_batch and not pads_float_rows(batch * q_len)
         return batch if exact else padded_rows(batch, q_len)
 
-    def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        pages = -(-longest // page_size)
-        # Four buckets an octave: a launch is planned for all keys of its bucket.
-        grain = 1 << max(0, (pages - 1).bit_length() - 3)
-        return Bucket(self.padded(batch, q_len), q_len, min(-(-pages // grain) * grain, places), page_size)
-
     def _refusal_of_shards(self, model: LanguageModel, bucket: Bucket) -> str | None:
-        """Return why steps of a bucket have no launches on the devices of a sharded model; None for other models."""
-        if model.tp_context is None:
-            return None
+        """Return why steps of a bucket have no launches on the devices of a sharded model, or None."""
         why = None if bucket.stores or bucket.last else refusal_of_rows(bucket.tokens)
         if why is not None:
             return f"the matrices are sharded, and {why}"
@@ -432,12 +426,12 @@ class DecodeGraphs:
             self._prompts = ShardedPrompts(model.tp_context, shards)
         return self._prompts
 
-    def _key(self, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> tuple[int, ...]:
+    def _key(self, cache: Cache, bucket: Bucket, adapted: bool) -> tuple[int, ...]:
         """Return the key of the captured steps of a cache whose tensors are where they are now."""
         place = _place(cache, bucket.page_size)
         return (*place, self._sets.version) if adapted else place
 
-    def _held(self, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep | str | None:
+    def _held(self, cache: Cache, bucket: Bucket, adapted: bool) -> CapturedStep | str | None:
         """Return the captured step of a bucket; None if it is to be recorded, or why it is not recorded for now."""
         key = self._key(cache, bucket, adapted)
         held = self._graphs.get(key)
@@ -450,7 +444,7 @@ class DecodeGraphs:
         failure = self._failed[key, bucket] = failure.waited()
         return str(failure)
 
-    def _make_room(self, cache: ExLlamaV2CacheBase, key: tuple[int, ...]) -> None:
+    def _make_room(self, cache: Cache, key: tuple[int, ...]) -> None:
         """Begin the captured steps of a key. Those of tensors that have moved, or of former adapters, are dropped."""
         known = any(k[0] == key[0] for k in self._graphs)
         place = key[:PLACE_PARTS]
@@ -460,9 +454,7 @@ class DecodeGraphs:
         if not known:
             weakref.finalize(cache, _forget, weakref.ref(self), key[0])
 
-    def _recorded(
-        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
-    ) -> CapturedStep | str:
+    def _recorded(self, model: LanguageModel, cache: Cache, bucket: Bucket, adapted: bool) -> CapturedStep | str:
         """Record and return the captured step of a bucket, or return why it cannot be recorded."""
         key = self._key(cache, bucket, adapted)
         if key not in self._graphs:
@@ -493,7 +485,7 @@ class DecodeGraphs:
             self._stored.forget(unused)
         return made
 
-    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:
+    def _record(self, model: LanguageModel, cache: Cache, bucket: Bucket, adapted: bool) -> CapturedStep:
         if model.tp_context is not None:
             assert isinstance(self._shards, list), "_refusal_of_shards has made them"
             return self._recorder.record_sharded(model, self._shards, cache, bucket)
@@ -547,6 +539,15 @@ def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
         owner._drop([key for key in owner._graphs if key[0] == cache])
 
 
+def _padded_pages(pages: int, places: int) -> int:
+    """Return the pages of the bucket that holds `pages` pages, of a cache of `places`.
+
+    Four buckets an octave: a launch is planned for all keys of its bucket.
+    """
+    grain = 1 << max(0, (pages - 1).bit_length() - 3)
+    return min(-(-pages // grain) * grain, places)
+
+
 def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
     """Return int64 [batch] to add to rope positions; None where a sum is outside the tables of a captured step."""
     found = offsets.reshape(-1).to("cpu", torch.int64)
@@ -554,7 +555,7 @@ def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
     return found if inside else None
 
 
-def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
+def _place(cache: Cache, page_size: int) -> tuple[int, ...]:
     """Return which cache it is and where its tensors, allocated together, are: captured steps hold these addresses."""
     shards, last = cache.shards(), cache.num_hidden_layers - 1
     first, end = shards[0].pages(0, page_size), shards[-1].pages(last, page_size)

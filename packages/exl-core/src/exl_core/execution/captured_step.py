@@ -34,10 +34,10 @@ from .step_inputs import StagedTensors
 if TYPE_CHECKING:
     from exl_kernels.peer import ExchangeBuffers, PeerResults
 
-    from ..cache import ExLlamaV2CacheBase
+    from ..contracts import Cache
     from .sharded.launches import ShardLaunches
 
-__all__ = ["CapturedStep", "StepReplay", "UnrecordedStep", "on_cpu"]
+__all__ = ["CapturedStep", "ReplayInputs", "StepReplay", "UnrecordedStep", "on_cpu"]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class CapturedStep:
 
     def send_adapter_slots(self, adapter_slots: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
-        if not self.adapters or adapter_slots == self.adapter_slots:
+        if adapter_slots == self.adapter_slots:
             return
         padded = torch.tensor(
             adapter_slots + [-1] * (self.inputs.bucket.tokens - len(adapter_slots)), dtype=torch.int32
@@ -77,6 +77,25 @@ class CapturedStep:
             with torch.inference_mode(False):
                 view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
         return view
+
+
+class ReplayInputs(NamedTuple):
+    """The inputs of one replay of a captured step, all but the ids."""
+
+    shape: tuple[int, int]
+    """Rows, and tokens a row."""
+    past: Tensor
+    """int32 [rows] on the CPU, tokens already stored."""
+    table: Tensor
+    """int32 [rows, pages] on the CPU, page numbers."""
+    limits: tuple[int, int, int]
+    """Exclusive upper bounds of ids, positions and page numbers."""
+    offsets: Tensor | None
+    """int64 [rows], added to the rope positions, or None."""
+    longest: int
+    """Tokens of the longest sequence after the step."""
+    adapter_slots: list[int]
+    """The slot of each token's adapters, -1 for none; [] where no row has adapters."""
 
 
 class StepOwner(Protocol):
@@ -99,40 +118,13 @@ class StepReplay:
     whether the logits are still valid. After `DecodeGraphs.clear` the step is dropped: it cannot run any more.
     """
 
-    __slots__ = (
-        *(
-            "_cache",
-            "captured",
-            "_filled",
-            "_generation",
-            "_inputs",
-            "_limits",
-            "_longest",
-            "_number",
-            "_offsets",
-            "_owner",
-            "_adapter_slots",
-            "_shape",
-        ),
-    )
+    __slots__ = ("_cache", "_filled", "_generation", "_given", "_longest", "_number", "_owner", "captured")
 
-    def __init__(
-        self,
-        owner: StepOwner,
-        cache: ExLlamaV2CacheBase,
-        captured: CapturedStep,
-        shape: tuple[int, int],
-        inputs: tuple[Tensor, Tensor],
-        limits: tuple[int, int, int],
-        offsets: Tensor | None,
-        longest: int,
-        adapter_slots: list[int],
-    ) -> None:
-        self._adapter_slots = adapter_slots
+    def __init__(self, owner: StepOwner, cache: Cache, captured: CapturedStep, given: ReplayInputs) -> None:
         #: what is replayed; passes of the same size share it
         self.captured = captured
-        self._owner, self._cache, self._shape, self._inputs = owner, cache, shape, inputs
-        self._limits, self._offsets, self._longest = limits, offsets, longest
+        self._owner, self._cache, self._given = owner, cache, given
+        self._longest = given.longest
         self._number = -1
         self._generation = owner.generation
         self._filled: tuple[StepStage, Tensor | None] | None = None  # the inputs, and the ids that are on the GPU
@@ -178,12 +170,13 @@ class StepReplay:
         """
         if self._dropped:
             return False
-        there = ids.is_cuda
+        there, given = ids.is_cuda, self._given
         tokens = None if there else on_cpu(ids, torch.int64)
-        if (tokens is None and not there) or tuple(ids.shape) != self._shape:
+        if (tokens is None and not there) or tuple(ids.shape) != given.shape:
             return False
+        inputs = self.captured.inputs
         try:
-            stage = self.captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts, firsts)
+            stage = inputs.fill(tokens, given.past, given.table, given.limits, given.offsets, counts, firsts)
         except RuntimeError as error:
             raise _typed(error) from error
         if stage is None:
@@ -200,7 +193,7 @@ class StepReplay:
         try:
             stage.send(self.captured.inputs.buffer)
             if ids is not None:
-                self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
+                self._ids().copy_(ids.reshape(-1)).clamp_(0, self._given.limits[0] - 1)
         except RuntimeError as error:
             raise _typed(error) from error
 
@@ -212,11 +205,12 @@ class StepReplay:
         """
         if self._dropped:
             return None
-        inputs = self.captured.inputs.stage(*self._inputs, self._limits, self._offsets)
-        return None if inputs is None else TokenTarget(self._ids(), self._limits[0], inputs)
+        given = self._given
+        inputs = self.captured.inputs.stage(given.past, given.table, given.limits, given.offsets)
+        return None if inputs is None else TokenTarget(self._ids(), given.limits[0], inputs)
 
     def _ids(self) -> Tensor:
-        return self.captured.inputs.first_ids(self._shape[0] * self._shape[1])
+        return self.captured.inputs.first_ids(self._given.shape[0] * self._given.shape[1])
 
     def launch(self) -> Tensor:
         """Queue the step after its inputs were copied and its ids filled in; return its logits.
@@ -228,7 +222,7 @@ class StepReplay:
         self._owner.steps += 1
         self._replay()
         self._number = self._owner.steps
-        return self.captured.logits_of(*self._shape)
+        return self.captured.logits_of(*self._given.shape)
 
     def store(self) -> None:
         """Queue a step that only stores keys and values, after `send`. The logits of other steps stay valid.
@@ -240,12 +234,13 @@ class StepReplay:
         self._replay()
 
     def _check_kept(self) -> None:
-        if self._dropped:
+        if self._generation != self._owner.generation:
             raise DeviceError("the captured step was dropped before its launch; prepare it again")
 
     def _replay(self) -> None:
         try:
-            self.captured.send_adapter_slots(self._adapter_slots)
+            if self.captured.adapters:
+                self.captured.send_adapter_slots(self._given.adapter_slots)
             self.captured.graph.replay()
         except BaseException as error:
             if self.captured.buffers is not None:

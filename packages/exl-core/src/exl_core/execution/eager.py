@@ -14,12 +14,12 @@ from ..device import out_of_memory_as_error
 from ..layers import Head, Norm
 from .attn_params import PagedParams
 from .build_step import build_step
-from .forward_pass import ForwardPass
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
     from ..language_model import LanguageModel
     from .batch import Step
+    from .forward_pass import CheckedPass, ForwardPass
     from .sharded.context import TensorParallel
 
 __all__ = ["EAGER", "Eager", "asks_invariant_rows", "first_step", "logits_of"]
@@ -29,12 +29,12 @@ class Eager:
     """Run module by module. Each module decides how it computes its part; no launches span modules."""
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult | None:
+    def run(self, model: LanguageModel, asked: CheckedPass) -> ForwardResult | None:
         """Run a checked pass module by module; see `Executor.run`."""
         with out_of_memory_as_error("run the model"):
             return run_modules(model, asked, self.step(model, asked))
 
-    def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
+    def step(self, model: LanguageModel, asked: CheckedPass) -> Step:
         """Build the step that the modules read."""
         return first_step(model, asked)
 
@@ -42,7 +42,7 @@ class Eager:
 EAGER = Eager()
 
 
-def asks_invariant_rows(model: LanguageModel, asked: ForwardPass) -> bool:
+def asks_invariant_rows(model: LanguageModel, asked: ForwardPass | CheckedPass) -> bool:
     """Return whether a pass that is not captured asks matmuls for batch-invariant rows; few rows always are.
 
     `device.set_row_invariant` makes every pass ask. Otherwise decode steps and passes of up to `packed_rows` rows do,
@@ -58,10 +58,9 @@ def asks_invariant_rows(model: LanguageModel, asked: ForwardPass) -> bool:
     )
 
 
-def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:
+def first_step(model: LanguageModel, asked: CheckedPass, parallel: TensorParallel | None = None) -> Step:
     """Build the step of a checked pass on the device of the first layer; the embedding may be on another device."""
     batch, q_len = asked.ids.shape
-    assert asked.params is not None, "checked"
     return build_step(
         model.config,
         model.rope,
@@ -72,7 +71,7 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
         asked.abort_event,
         model.placement.device(min(1, model.head_layer_idx)),
         asked.adapters,
-        tuple(asked.embeddings or ()),
+        asked.embeddings,
         rope_alt=model.rope_alt,
         parallel=parallel,
         ids=asked.ids,
@@ -91,11 +90,11 @@ def logits_of(model: LanguageModel, hidden: Tensor, *, invariant: bool) -> Tenso
     return head.forward(norm.forward(hidden), invariant=invariant)
 
 
-def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> ForwardResult | None:
+def run_modules(model: LanguageModel, asked: CheckedPass, first: Step) -> ForwardResult | None:
     """Run every module in order and move the hidden state from device to device. None when aborted."""
     (batch, q_len), place, step = asked.ids.shape, model.placement, first
     result: ForwardResult = {}
-    extract = asked.extracted
+    extract = asked.extract
     wants_state = bool(asked.return_last_state or extract)
     # A pass without logits ends before this module.
     state_at = model.head_layer_idx - (asked.return_last_state != "normed")

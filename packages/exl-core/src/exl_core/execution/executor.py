@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ..language_model import LanguageModel
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
     from .captured import DecodeGraphs
-    from .forward_pass import ForwardPass
 
 __all__ = ["ExecutableModel", "Executor", "Refused"]
 
@@ -28,10 +27,16 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Executor(Protocol):
-    """One way to run forward passes, or one pass that it was made for. `select` returns it; it chooses nothing."""
+PassT = TypeVar("PassT", contravariant=True)
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused | None:
+
+class Executor(Protocol[PassT]):
+    """One way to run forward passes, or one pass that it was made for. `select` returns it; it chooses nothing.
+
+    Captured steps take a pass as its caller asks for it, all others a checked one.
+    """
+
+    def run(self, model: ExecutableModel, asked: PassT) -> ForwardResult | Refused | None:
         """Run a pass, store its keys and values, and move `cache.current_seq_len`.
 
         Returns:

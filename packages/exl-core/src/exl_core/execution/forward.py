@@ -19,12 +19,13 @@ from .arguments import (
 )
 from .attn_params import AttentionParams
 from .executor import Refused
-from .forward_pass import ForwardPass, check_results
-from .select import select
+from .forward_pass import CheckedPass, check_results
+from .select import select, select_checked
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
     from .executor import ExecutableModel
+    from .forward_pass import ForwardPass
 
 __all__ = ["forward_all", "forward_chunk"]
 
@@ -51,23 +52,22 @@ def forward_all(
         end = begin + chunk_size(model.config, batch, past + begin, q_len - begin, cache is not None)
         if end < q_len and any(e.sees_itself for e in embeddings):
             end = chunk_end([row.numpy() for row in ids], begin, end, embeddings)
-        chunk = ForwardPass(
-            ids[:, begin:end],
-            cache,
-            AttentionParams(batch, end - begin, past + begin, mask, offsets),
+        chunk = CheckedPass(
+            ids=ids[:, begin:end],
+            cache=cache,
+            params=AttentionParams(batch, end - begin, past + begin, mask, offsets),
             input_mask=mask,
-            position_offsets=offsets,
             preprocess_only=asked.preprocess_only or (asked.last_id_only and end < q_len),
             last_id_only=asked.last_id_only,
             return_last_state=asked.return_last_state if end == q_len else False,
             abort_event=asked.abort_event,
             adapters=adapters,
             embeddings=embeddings,
-            is_checked=True,
         )
         check_results(model, chunk)
-        result = forward_chunk(model, chunk)
-        if "aborted" in result:
+        result = select_checked(model, chunk).run(model)
+        assert not isinstance(result, Refused), "only captured steps refuse"
+        if result is None:
             return None
         if "logits" in result:
             logits.append(result["logits"].cpu() if cpu_logits else result["logits"])
@@ -79,8 +79,8 @@ def forward_all(
 
 def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
     """Run one chunk. Returns and raises as `ExLlamaV2.forward_chunk`."""
-    result = select(model, asked).executor.run(model, asked)
+    result = select(model, asked).run(model)
     if isinstance(result, Refused):
-        result = select(model, asked, refused=result.reason).executor.run(model, asked)
+        result = select(model, asked, refused=result.reason).run(model)
         assert not isinstance(result, Refused), "only captured steps refuse"
     return {"aborted": True} if result is None else result

@@ -8,16 +8,15 @@ import torch
 
 from ..device import out_of_memory_as_error
 from .captured import INVALID
-from .captured_step import UnrecordedStep
+from .captured_step import StepReplay, UnrecordedStep
 from .eager import asks_invariant_rows, first_step, logits_of
 from .executor import Refused
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
     from .captured import PreparedPrompt
-    from .captured_step import StepReplay
     from .executor import ExecutableModel
-    from .forward_pass import ForwardPass
+    from .forward_pass import CheckedPass, ForwardPass
     from .fused import JoinedLaunches
 
 __all__ = ["Captured", "CapturedLast", "CapturedStore", "Joined"]
@@ -37,7 +36,7 @@ class Captured:
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        step = _recorded(self._step)
+        step = self._step if isinstance(self._step, StepReplay) else _recorded(self._step)
         if isinstance(step, str):
             return Refused(step)
         if not step.fill(asked.ids):
@@ -120,7 +119,7 @@ class Joined:
         self._launches = launches
 
     @torch.no_grad()
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
+    def run(self, model: ExecutableModel, asked: CheckedPass) -> ForwardResult:
         """Run a pass; see `Executor.run`."""
         result: ForwardResult = {}
         with out_of_memory_as_error("run the model"):

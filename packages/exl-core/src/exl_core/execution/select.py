@@ -37,7 +37,7 @@ code chooses among these ways. Inside of one, other code chooses launches:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,38 +47,50 @@ from .arguments import check_row_loras
 from .attn_params import PagedParams
 from .captured import INVALID, LoadedFacts
 from .eager import EAGER
-from .executor import ExecutableModel, Executor
-from .forward_pass import checked
+from .executor import ExecutableModel, Executor, Refused
+from .forward_pass import CheckedPass, ForwardPass, checked, needs_modules
 from .gpu_executors import Captured, CapturedLast, CapturedStore, Joined
 from .sharded.executor import SHARDED
 from .sharded.prompts import takes_prompt
 from .ways import PassFacts, Way, way_of
 
 if TYPE_CHECKING:
+    from ..contracts import ForwardResult
     from .captured_step import StepReplay
-    from .forward_pass import ForwardPass
 
-__all__ = ["Selected", "Way", "prelaunchable_step", "select"]
+__all__ = ["Selected", "Way", "prelaunchable_step", "select", "select_checked"]
 
 NOT_ON_GPU = "the model is not loaded on a GPU"
+NOT_IN_PAGES = "it is neither a step in pages with all its logits nor a prompt in pages without other results"
 
 
-class Selected(NamedTuple):
+PassT = TypeVar("PassT")
+
+
+class Selected(NamedTuple, Generic[PassT]):
     """The way a pass runs."""
 
     way: Way
-    executor: Executor
+    executor: Executor[PassT]
     """Runs this pass, now or never."""
     reason: str | None
     """Why the way before it in the table does not run the pass; None for the first one."""
+    asked: PassT
+    """The pass as its executor takes it: checked, unless the way is "captured"."""
+
+    def run(self, model: ExecutableModel) -> ForwardResult | Refused | None:
+        """Run the pass; see `Executor.run`."""
+        return self.executor.run(model, self.asked)
 
 
-def select(model: ExecutableModel, asked: ForwardPass, *, refused: str | None = None) -> Selected:
+def select(
+    model: ExecutableModel, asked: ForwardPass, *, refused: str | None = None
+) -> Selected[ForwardPass] | Selected[CheckedPass]:
     """Return the way a pass runs. Checks its arguments, unless the way is "captured".
 
     Args:
         model: the model.
-        asked: the pass, which its checks bring to its final form.
+        asked: the pass.
         refused: why the captured step that was selected for this pass did not run; another way is returned.
 
     Raises:
@@ -86,12 +98,25 @@ def select(model: ExecutableModel, asked: ForwardPass, *, refused: str | None = 
     """
     captured = refused or _refusal_of_ids(asked.ids) or _captured(model, asked, *asked.ids.shape)
     if not isinstance(captured, str):
-        return Selected("captured", captured, None)
-    asked = checked(model, asked)
-    facts = LoadedFacts(model.decode, model, step=asked.capturable)
-    own = asked.needs_modules or (None if may_fuse(model) else NOT_ON_GPU)
+        return Selected("captured", captured, None, asked)
+    return select_checked(model, checked(model, asked), captured, step=asked.capturable)
+
+
+def select_checked(
+    model: ExecutableModel, asked: CheckedPass, captured: str = NOT_IN_PAGES, *, step: bool = False
+) -> Selected[CheckedPass]:
+    """Return the way a checked pass runs that is not captured.
+
+    Args:
+        model: the model.
+        asked: the pass.
+        captured: why it is not captured.
+        step: as for `DecodeGraphs.refusal`.
+    """
+    facts = LoadedFacts(model.decode, model, step=step)
+    own = needs_modules(asked) or (None if may_fuse(model) else NOT_ON_GPU)
     way, reason = way_of(facts, PassFacts(bool(asked.adapters), takes_prompt(asked), own), captured)
-    return Selected(way, _executor(model, way), reason)
+    return Selected(way, _executor(model, way), reason, asked)
 
 
 def prelaunchable_step(model: ExecutableModel, asked: ForwardPass, q_len: int) -> StepReplay | None:
@@ -110,7 +135,7 @@ def may_fuse(model: ExecutableModel) -> bool:
     return model.loaded and model.device is not None and model.device.type == "cuda"
 
 
-def _executor(model: ExecutableModel, way: Way) -> Executor:
+def _executor(model: ExecutableModel, way: Way) -> Executor[CheckedPass]:
     """Return what runs a checked pass in a way that is not captured."""
     if way == "joined":
         launches = model.decode.joined_launches(model)
@@ -125,7 +150,7 @@ def _executor(model: ExecutableModel, way: Way) -> Executor:
 
 def _refusal_of_ids(ids: Tensor) -> str | None:
     """Return why no captured step takes the ids, which are not checked yet, or None."""
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+    if not isinstance(ids, Tensor) or len(ids.shape) != 2 or ids.dtype != torch.int64 or 0 in ids.shape:
         return "the ids are not int64 [batch, tokens]"
     return None
 
@@ -138,7 +163,7 @@ def _captured(
     The arguments of the pass are not checked yet: a captured step has faster checks. The ids may be unknown, unless the
     pass is a prompt.
     """
-    if (modules := asked.needs_modules) is not None:
+    if (modules := needs_modules(asked)) is not None:
         return modules
     if not may_fuse(model):
         return NOT_ON_GPU
@@ -146,7 +171,8 @@ def _captured(
     if isinstance(params, PagedParams) and asked.capturable:
         if params.batch_size != batch:
             return INVALID
-        adapters = check_row_loras(model, asked.loras, asked.row_loras, batch)
+        adapted = asked.loras is not None or asked.row_loras is not None
+        adapters = check_row_loras(model, asked.loras, asked.row_loras, batch) if adapted else ()
         try:  # `out_of_memory_as_error` costs host time in every step
             step = model.decode.decode_replay(q_len, cache, params, adapters)
         except RuntimeError as error:
@@ -161,4 +187,4 @@ def _captured(
         if isinstance(prompt, str):
             return prompt
         return CapturedLast(prompt) if last else CapturedStore(prompt)
-    return "it is neither a step in pages with all its logits nor a prompt in pages without other results"
+    return NOT_IN_PAGES

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
+from exl_kernels.device import rows_are_invariant
 from exl_kernels.selection import PACKED_ROWS
 
 from .capturable import refusal_of_tokens
-from .half_matmuls import refusal_of_blocks
+from .environment import refusal_of_joined_rows
 
 __all__ = ["REFUSAL_OF_ADAPTERS", "ModelFacts", "PassFacts", "Way", "refusal_of_step", "way_of"]
 
@@ -49,7 +50,7 @@ class PassFacts(NamedTuple):
     adapted: bool
     """Some rows have adapters."""
     is_prompt: bool
-    """A row has more tokens than in a decode step, and the pass was given no adapters."""
+    """A row has more tokens than in a decode step, and no row has adapters."""
     refusal: str | None = None
     """Why only the modules' own passes run it, or None."""
 
@@ -82,8 +83,8 @@ def refusal_of_step(model: ModelFacts, batch: int, q_len: int, *, adapted: bool)
     if why is not None or model.sharded:
         return why
 
-    def refusal() -> str | None:
-        return model.unjoined(adapted=adapted) or model.refusal_of_rows(model.rows_of(batch, q_len))
-
-    why = refusal_of_blocks(batch * q_len, refusal)  # padding crosses no limit of blocks
+    if rows_are_invariant(batch * q_len, invariant=False):  # padding crosses no limit of blocks
+        return None
+    why = refusal_of_joined_rows(batch * q_len) or model.unjoined(adapted=adapted)
+    why = why or model.refusal_of_rows(model.rows_of(batch, q_len))
     return None if why is None else f"a step of more than {PACKED_ROWS} rows is not captured: {why}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...contracts import ForwardResult
     from ...language_model import LanguageModel
     from ..batch import Step
-    from ..forward_pass import ForwardPass
+    from ..forward_pass import CheckedPass
 
 __all__ = ["SHARDED", "Sharded"]
 
@@ -32,7 +32,7 @@ class Sharded(Eager):
     """
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult | None:
+    def run(self, model: LanguageModel, asked: CheckedPass) -> ForwardResult | None:
         """Run a checked pass; see `Executor.run`. Where devices have processes, all of them run it.
 
         Raises:
@@ -49,7 +49,7 @@ class Sharded(Eager):
             exchange.check_same("a forward pass", _digest(asked))
         return super().run(model, asked)
 
-    def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
+    def step(self, model: LanguageModel, asked: CheckedPass) -> Step:
         """Build the step with the model's sharding."""
         return first_step(model, asked, model.tp_context)
 
@@ -57,7 +57,7 @@ class Sharded(Eager):
 SHARDED = Sharded()
 
 
-def _digest(asked: ForwardPass) -> bytes:
+def _digest(asked: CheckedPass) -> bytes:
     """Return 8 bytes that differ for passes of different tokens, places, results or adapters."""
     found = hashlib.blake2b(digest_size=8)
 
@@ -66,13 +66,13 @@ def _digest(asked: ForwardPass) -> bytes:
 
     params = asked.params
     add(asked.ids)
-    for tensor in (asked.input_mask, asked.position_offsets, None if params is None else params.rope_offsets):
+    for tensor in (asked.input_mask, params.position_offsets, params.rope_offsets):
         add(tensor)
     if isinstance(params, PagedParams):
         for tensor in (params.block_index, params.cache_seqlens, params.q_lens):
             add(tensor)
-    results = (asked.preprocess_only, asked.last_id_only, asked.return_last_state, sorted(asked.extracted))
-    places = None if params is None or isinstance(params, PagedParams) else params.past_len
+    results = (asked.preprocess_only, asked.last_id_only, asked.return_last_state, sorted(asked.extract))
+    places = None if isinstance(params, PagedParams) else params.past_len
     adapters = [sorted(adapter.touched) for adapter in asked.adapters]
     found.update(repr((places, *results, adapters)).encode())
     return found.digest()

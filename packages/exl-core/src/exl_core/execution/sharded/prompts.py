@@ -28,15 +28,15 @@ from .launches import ResultRow, ShardLaunches, operators_for, run_shares
 if TYPE_CHECKING:
     from ...contracts import ForwardResult
     from ...language_model import LanguageModel
-    from ..forward_pass import ForwardPass
+    from ..forward_pass import CheckedPass
     from .context import TensorParallel
 
 __all__ = ["ShardedPrompts", "Stores", "StreamBarrier", "takes_prompt"]
 
 
-def takes_prompt(asked: ForwardPass) -> bool:
+def takes_prompt(asked: CheckedPass) -> bool:
     """Return whether `ShardedPrompts` covers a pass on GPUs: more tokens a row than a decode step, no adapters."""
-    return not is_decode_step(asked.ids.shape[1]) and not (asked.adapters or asked.loras or asked.row_loras)
+    return not is_decode_step(asked.ids.shape[1]) and not asked.adapters
 
 
 class ShardedPrompts:
@@ -48,7 +48,7 @@ class ShardedPrompts:
         self._barrier = StreamBarrier([context.device(shard) for shard in range(len(shards))])
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult:
+    def run(self, model: LanguageModel, asked: CheckedPass) -> ForwardResult:
         """Run a checked pass that `takes_prompt` covers; returns as `Executor.run`.
 
         Raises:
