@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.execution.attention_half import AttentionHalf
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import kernel_uses
 from exl_core.execution.mlp_half import MlpHalf
@@ -93,7 +93,7 @@ def results(
     different = [found for found in dict.fromkeys(sets) if found]
     numbers = [different.index(found) if found else -1 for found in sets]
     rows = RowAdapters(different, torch.tensor(numbers, dtype=torch.int32).repeat_interleave(q_len).to(device), q_len)
-    step = build_step(model.config, model.rope, cache, params, batch, q_len, None, device, (rows,), invariant=True)
+    step = build_step(model, Chunk(cache, params, batch, q_len, adapters=(rows,)), device, invariant=True)
     flat = ids[:, PAST:].reshape(-1).to(device)
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size, device=device)
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Lora, PagedParams
 from exl_core.convert import quantize_model
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import KernelUse, kernel_uses
 from exl_core.lora.rows import RowAdapters
@@ -124,7 +124,7 @@ def run(
     slots = torch.zeros(batch * tokens, dtype=torch.int32, device=device)
     loras = () if adapter is None else (RowAdapters([(adapter,)], slots, tokens),)
     invariant = tokens == 1 or tokens <= model.packed_rows
-    step = build_step(model.config, model.rope, cache, params, batch, tokens, None, device, loras, invariant=invariant)
+    step = build_step(model, Chunk(cache, params, batch, tokens, adapters=loras), device, invariant=invariant)
     ids = torch.zeros(batch * tokens, dtype=torch.int64, device=device)
     before: dict[str, int] = _native.cuda_launches()
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from random_models import loaded_on
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_kernels import _native
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
@@ -66,9 +66,7 @@ def passes(model: ExLlamaV2, plan: JoinedLaunches, rows: int) -> tuple[Tensor, T
     ids = torch.randint(0, 96, (rows,), generator=torch.Generator().manual_seed(rows))
     caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * rows) for _ in range(2)]
     params = PagedParams(rows, table, torch.zeros(rows, dtype=torch.int32), 0, PAGE, 1)
-    steps = [
-        build_step(model.config, model.rope, cache, params, rows, 1, None, device, invariant=True) for cache in caches
-    ]
+    steps = [build_step(model, Chunk(cache, params, rows, 1), device, invariant=True) for cache in caches]
     with torch.inference_mode():
         x = ids.to(device)
         for module in model.modules:

@@ -15,7 +15,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, 
 from exl_core.convert import quantize_model
 from exl_core.errors import InputError
 from exl_core.execution import select
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.environment import joined_rows
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import why_apart
@@ -26,6 +26,7 @@ from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS, PACKED_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_the_plan_is_the_modules_own_pass(
         model.forward_chunk(ids[:, :20], cache, attn_params=params, preprocess_only=True)
         params = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
         if planned:
-            step = build_step(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
+            step = build_step(model, Chunk(cache, params, batch, q_len), CPU)
             logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
             FusedDouble.calls = 0
             plan.run(ids[:, 20:].reshape(-1), step, logits)
@@ -84,8 +85,7 @@ def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: in
     params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, q_len)
     one, other = (ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(2))
     want = model.forward_chunk(ids, one, attn_params=params)["logits"].flatten(0, 1)
-    basics = (model.config, model.rope, other, params, batch, q_len, None, torch.device("cpu"))
-    step = build_step(*basics, invariant=True)
+    step = build_step(model, Chunk(other, params, batch, q_len), CPU, invariant=True)
     logits = torch.empty_like(want)
     FusedDouble.calls = 0
     plan.run(ids.flatten(), step, logits)
@@ -160,7 +160,7 @@ def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: lis
     model.forward_chunk(ids, caches[0], attn_params=params, preprocess_only=True)
     want = model.forward_chunk(ids, caches[1], attn_params=params)["logits"].flatten(0, 1)
     for cache in caches[2:]:
-        step = build_step(model.config, model.rope, cache, params, 1, total, None, torch.device("cpu"))
+        step = build_step(model, Chunk(cache, params, 1, total), CPU)
         if cache is caches[2]:
             plan.store(ids[0], step)
         elif cache is caches[3]:
@@ -289,11 +289,7 @@ def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) 
         model.forward_chunk(ids[:, :20], cache, attn_params=begin, preprocess_only=True)
     want = model.forward_chunk(ids[:, 20:], caches[0], attn_params=params)["logits"]
     steps = [
-        build_step(
-            *(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"), (), (), model.rope_alt),
-            invariant=cache is caches[1],
-        )
-        for cache in caches[1:]
+        build_step(model, Chunk(cache, params, batch, q_len), CPU, invariant=cache is caches[1]) for cache in caches[1:]
     ]
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
     before = FusedDouble.calls
@@ -371,8 +367,7 @@ def test_a_step_with_adapters_is_the_modules_own_pass(
         steps = []
         for cache in caches:
             model.forward_chunk(ids[:, :20], cache, attn_params=begin, preprocess_only=True)
-            basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
-            steps.append(build_step(*basics, (rows,), (), model.rope_alt))
+            steps.append(build_step(model, Chunk(cache, params, batch, q_len, adapters=(rows,)), CPU))
         x = flat = ids[:, 20:].reshape(-1)
         with torch.inference_mode():
             for module in model.modules:

@@ -13,7 +13,7 @@ from random_models import loaded_over
 from test_decode_plan import FAMILIES, planned_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.sections import sections_of
 from exl_core.execution.step_inputs import STAGES
 from exl_core.placement import Placement
@@ -64,8 +64,7 @@ def test_sections_in_a_chain_are_the_whole_model(
         found = []
         for borders in ([], *([at] for at in range(1, count)), [2, count - 2]):
             cache = ExLlamaV2Cache(model, max_seq_len=PAGE * 2 * batch, copy_from=prompt)
-            basics = (model.config, model.rope, cache, behind, batch, q_len, None, CPU)
-            step = build_step(*basics, (), (), model.rope_alt)
+            step = build_step(model, Chunk(cache, behind, batch, q_len), CPU)
             logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
             x = ids[:, 20:].reshape(-1)
             places = [0, *borders, count]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from exl_core import ExLlamaV2Cache, PagedParams
 from exl_core.execution import many_rows
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_kernels.attention.prompt import PromptAttention
 
@@ -63,8 +63,7 @@ def prompt(family: str, layers: int, folder: Path, patch: pytest.MonkeyPatch) ->
     assert isinstance(plan, JoinedLaunches), plan
     cache = ExLlamaV2Cache(model, max_seq_len=PAGE)
     params = PagedParams(1, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, PAGE, TOKENS)
-    basics = (model.config, model.rope, cache, params, 1, TOKENS, None, torch.device("cpu"))
-    step = build_step(*basics, (), (), model.rope_alt)
+    step = build_step(model, Chunk(cache, params, 1, TOKENS), torch.device("cpu"))
     uses: list[int] = []
 
     class Counted(PromptAttention):
@@ -129,9 +128,7 @@ def test_a_decode_step_of_many_sequences_stores_what_each_stores_alone(
         cache = ExLlamaV2Cache(model, max_seq_len=PAGE * batch)
         pages = torch.arange(batch, dtype=torch.int32)[:, None]
         params = PagedParams(batch, pages, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 1)
-        step = build_step(
-            model.config, model.rope, cache, params, batch, 1, None, torch.device("cpu"), (), (), model.rope_alt
-        )
+        step = build_step(model, Chunk(cache, params, batch, 1), torch.device("cpu"))
         with torch.inference_mode():
             plan.store(rows, step)
         return [t.view(batch, PAGE, -1)[:, 0] for t in cache.all_tensors()]

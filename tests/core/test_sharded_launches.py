@@ -13,7 +13,7 @@ from random_models import write_random_model
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
-from exl_core.execution.build_step import build_step
+from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
 from exl_core.execution.sharded.cutting import output_bounds
 from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
@@ -110,13 +110,12 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     context = model.tp_context
     assert context is not None
     batch, q_len = ids.shape
-    basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
     barrier, results = ThreadExchange(len(made)), [torch.empty(0)] * len(made)
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
     pages = context.pages(cache, params.page_size, (batch, model.config.head_dim))
 
     def device(shard: int) -> None:
-        step = build_step(*basics)
+        step = build_step(model, Chunk(cache, params, batch, q_len), torch.device("cpu"))
         step.pages = pages[shard]
         try:
             with torch.inference_mode():

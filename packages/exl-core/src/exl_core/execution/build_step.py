@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,69 +24,74 @@ if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
     from ..contracts import Adapter, Cache
     from ..embeddings import ExLlamaV2MMEmbedding
+    from ..language_model import LanguageModel
     from .sharded.context import TensorParallel
 
-__all__ = ["build_step"]
+__all__ = ["Chunk", "build_step"]
+
+
+class Chunk(NamedTuple):
+    """A chunk of tokens, as `build_step` takes it."""
+
+    cache: Cache | None
+    params: AttentionParams | PagedParams
+    """Places of the tokens."""
+    batch: int
+    """Rows of the ids."""
+    q_len: int
+    """Tokens of a row."""
+    adapters: tuple[Adapter, ...] = ()
+    """Of every row."""
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()
+    """Those that ids may refer to."""
+    ids: Tensor | None = None
+    """int64 [batch, q_len] on the CPU, needed where there are embeddings."""
+    abort_event: Event | None = None
+    """It ends the pass early."""
 
 
 def build_step(
-    config: ExLlamaV2Config,
-    rope: RopeTable,
-    cache: Cache | None,
-    params: AttentionParams | PagedParams,
-    batch: int,
-    q_len: int,
-    abort_event: Event | None,
+    model: LanguageModel,
+    chunk: Chunk,
     device: torch.device,
-    loras: tuple[Adapter, ...] = (),
-    embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
-    rope_alt: RopeTable | None = None,
+    *,
     parallel: TensorParallel | None = None,
-    ids: Tensor | None = None,
     invariant: bool | None = None,
 ) -> Step:
-    """Build the step with its tensors on `device`.
+    """Build the step of a chunk with its tensors on `device`.
 
     Args:
-        config: the model's config.
-        rope: main RoPE table.
-        cache: the cache, or None.
-        params: places of the tokens.
-        batch: number of rows.
-        q_len: tokens of a row.
-        abort_event: event that ends the pass early, or None.
+        model: the model.
+        chunk: the chunk.
         device: device of the step's tensors.
-        loras: adapters of every row.
-        embeddings: embeddings that ids may refer to.
-        rope_alt: second RoPE table, or None.
         parallel: sharding of the model, or None.
-        ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
         invariant: the rows are batch-invariant; None: as `device.row_invariant` says.
 
     Raises:
         SequenceTooLongError: too many tokens for the cache or the model.
         InputError: the parameters do not fit.
     """
+    config, cache, params = model.config, chunk.cache, chunk.params
     if cache is not None:
         cache.check_model(config)
     if isinstance(params, PagedParams):
-        layout = _paged_layout(cache, params, batch, q_len)
+        layout = _paged_layout(cache, params, chunk.batch, chunk.q_len)
     else:
-        layout = _contiguous_layout(config, cache, params, batch, q_len, device)
-    rows, positions, block_table, page_size, pages = layout
-    shard_pages = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
+        layout = _contiguous_layout(config, cache, params, chunk.batch, chunk.q_len, device)
+    rows, positions, block_table, page_size = layout.rows, layout.positions, layout.block_table, layout.page_size
+    shard_pages = () if parallel is None else parallel.pages(cache, page_size, (chunk.batch, config.head_dim))
     last = int(positions.max())
     _check_last(config, last)
     flat = positions.reshape(-1)
     page_of = block_table[rows.long(), flat // page_size].long()
-    visible, pictures = _pictures(positions, ids, embeddings)
-    rope_positions = _rope_positions(config, cache, params, positions, rows, ids, embeddings)
-    rope_positions, (cos, sin), alt = _rotations(config, rope, rope_alt, rope_positions, device)
+    visible, pictures = _pictures(positions, chunk.ids, chunk.embeddings)
+    rope_positions = _rope_positions(config, chunk, positions, rows)
+    rope_positions, (cos, sin), alt = _rotations(config, model.rope, model.rope_alt, rope_positions, device)
     mask = None if isinstance(params, PagedParams) else params.input_mask
-    key_mask = None if mask is None else checked_key_mask(mask, batch, last + 1)
+    key_mask = None if mask is None else checked_key_mask(mask, chunk.batch, last + 1)
     step = Step(
-        batch_size=batch,
-        q_len=q_len,
+        batch_size=chunk.batch,
+        q_len=chunk.q_len,
         rows=rows.to(device),
         positions=visible.reshape(-1).to(device, torch.int32),
         slots=(page_of * page_size + flat % page_size).to(device),
@@ -94,13 +99,13 @@ def build_step(
         rope_positions=rope_positions.to(device),
         cos=cos,
         sin=sin,
-        pages=pages,
+        pages=layout.pages,
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
-        abort_event=abort_event,
+        abort_event=chunk.abort_event,
         invariant=row_invariant() if invariant is None else invariant,
-        loras=loras,
-        embeddings=embeddings,
+        loras=chunk.adapters,
+        embeddings=chunk.embeddings,
         alt=alt,
         pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )
@@ -130,7 +135,18 @@ def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torc
     return of_layer
 
 
-Layout = tuple[Tensor, Tensor, Tensor, int, Callable[[int], KVPages]]
+class _Layout(NamedTuple):
+    """The places of a chunk's tokens."""
+
+    rows: Tensor
+    """int32 [T], row of the block table."""
+    positions: Tensor
+    """int64 [B, q]"""
+    block_table: Tensor
+    """int32 [B, pages]"""
+    page_size: int
+    pages: Callable[[int], KVPages]
+    """Of a layer; scratch memory where there is no cache."""
 
 
 def _contiguous_layout(
@@ -140,18 +156,14 @@ def _contiguous_layout(
     batch: int,
     q_len: int,
     device: torch.device,
-) -> Layout:
-    """Return (rows int32 [T], positions int64 [B, q], block table, page size, pages of a layer).
-
-    Without a cache the pages are scratch memory.
-    """
+) -> _Layout:
     past = params.past_len or 0
     rows = _rows(batch, q_len)
     positions = (past + torch.arange(q_len)).expand(batch, q_len)
     block_table = torch.arange(batch, dtype=torch.int32)[:, None]
     if cache is None:
         sizes = (batch, q_len, config.num_key_value_heads, config.head_dim)
-        return rows, positions, block_table, q_len, _scratch(*sizes, device)
+        return _Layout(rows, positions, block_table, q_len, _scratch(*sizes, device))
     if batch > cache.batch_size:
         raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
     if past + q_len > cache.max_seq_len:
@@ -159,7 +171,7 @@ def _contiguous_layout(
             f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
             f"{cache.max_seq_len}"
         )
-    return rows, positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len)
+    return _Layout(rows, positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len))
 
 
 def _rows(batch: int, q_len: int | Tensor) -> Tensor:
@@ -169,7 +181,7 @@ def _rows(batch: int, q_len: int | Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(rows, q_len.numpy() if isinstance(q_len, Tensor) else q_len))
 
 
-def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: int) -> Layout:
+def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: int) -> _Layout:
     if cache is None:
         raise InputError("paged attention needs a cache")
     if cache.batch_size != 1:
@@ -193,7 +205,7 @@ def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: i
         rows = _rows(params.batch_size, lengths)
         first = past - (lengths.cumsum(0) - lengths)  # of each row, minus its place among the ids
         positions = (first[rows.long()] + torch.arange(q_len))[None]
-    return rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size)
+    return _Layout(rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size))
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
@@ -238,20 +250,13 @@ def _rotations(
     return torch.arange(positions.shape[1]), (cos.to(device), sin.to(device)), alt
 
 
-def _rope_positions(
-    config: ExLlamaV2Config,
-    cache: Cache | None,
-    params: AttentionParams | PagedParams,
-    positions: Tensor,
-    rows: Tensor,
-    ids: Tensor | None,
-    embeddings: tuple[ExLlamaV2MMEmbedding, ...],
-) -> Tensor:
+def _rope_positions(config: ExLlamaV2Config, chunk: Chunk, positions: Tensor, rows: Tensor) -> Tensor:
     """Return the row of the RoPE table for each token.
 
     The result is int64 [T], max(0, past + offset + j); or [3, T], one row for each axis, where the chunk holds images
     on three axes.
     """
+    cache, params, ids, embeddings = chunk.cache, chunk.params, chunk.ids, chunk.embeddings
     if isinstance(params, PagedParams) and params.q_lens is not None:
         if embeddings:
             raise InputError("indexed_embeddings and PagedParams.q_lens exclude each other: run such a row by itself")

@@ -13,7 +13,7 @@ from exl_kernels.selection import MIDDLE_ROWS, PACKED_ROWS, STEP_ROWS
 from ..layers import Head, Intervention, Module
 from .attn_params import PagedParams
 from .batch import Step
-from .build_step import build_step
+from .build_step import Chunk, build_step
 from .environment import GRAPHS_VARIABLE, captures_steps
 from .step_inputs import Bucket, StepTensors
 
@@ -117,18 +117,8 @@ def static_step(
         page_size=bucket.page_size,
         q_len=bucket.q_len,
     )
-    step = build_step(
-        model.config,
-        model.rope,
-        cache,
-        params,
-        bucket.batch,
-        bucket.q_len,
-        None,
-        device,
-        rope_alt=model.rope_alt,
-        invariant=invariant,
-    )
+    chunk = Chunk(cache=cache, params=params, batch=bucket.batch, q_len=bucket.q_len)
+    step = build_step(model, chunk, device, invariant=invariant)
     for name in (f.name for f in fields(Step)):
         if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
             raise NotCapturableError(f"the step has {name}, which captured steps do not support")

@@ -13,7 +13,7 @@ from exl_kernels.selection import is_decode_step, runs_packed
 from ..device import out_of_memory_as_error
 from ..layers import Head, Norm
 from .attn_params import PagedParams
-from .build_step import build_step
+from .build_step import Chunk, build_step
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
@@ -61,22 +61,18 @@ def asks_invariant_rows(model: LanguageModel, asked: ForwardPass | CheckedPass) 
 def first_step(model: LanguageModel, asked: CheckedPass, parallel: TensorParallel | None = None) -> Step:
     """Build the step of a checked pass on the device of the first layer; the embedding may be on another device."""
     batch, q_len = asked.ids.shape
-    return build_step(
-        model.config,
-        model.rope,
-        asked.cache,
-        asked.params,
-        batch,
-        q_len,
-        asked.abort_event,
-        model.placement.device(min(1, model.head_layer_idx)),
-        asked.adapters,
-        asked.embeddings,
-        rope_alt=model.rope_alt,
-        parallel=parallel,
+    chunk = Chunk(
+        cache=asked.cache,
+        params=asked.params,
+        batch=batch,
+        q_len=q_len,
+        adapters=asked.adapters,
+        embeddings=asked.embeddings,
         ids=asked.ids,
-        invariant=asks_invariant_rows(model, asked),
+        abort_event=asked.abort_event,
     )
+    device = model.placement.device(min(1, model.head_layer_idx))
+    return build_step(model, chunk, device, parallel=parallel, invariant=asks_invariant_rows(model, asked))
 
 
 def logits_of(model: LanguageModel, hidden: Tensor, *, invariant: bool) -> Tensor:
