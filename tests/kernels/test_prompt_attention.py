@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention import paged_attention
+from exl_kernels.attention.cuda import AttentionOptions, AttentionTables, Rotation
 from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.fused import rope_store
 from exl_kernels.kv import KVPages, store_kv
 
 TOKENS, HEADS, GROUPS, DIM, PAGE = 70, 2, 3, 64, 32
+PLAIN = AttentionOptions(0.125, 0, 0.0)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 
 
@@ -46,6 +48,26 @@ class Operands:
         return KVPages.allocate("fp16", 4, PAGE, HEADS, DIM, torch.device(self.device))
 
 
+def prompt(
+    made: Operands,
+    parts: tuple[Tensor, Tensor, Tensor] | None = None,
+    places: tuple[Tensor, Tensor, Tensor] | None = None,
+    *,
+    rotates: bool = True,
+    options: AttentionOptions = PLAIN,
+    max_keys: int | None = None,
+) -> PromptAttention:
+    """Attention of the operands, or of other queries, keys and values, or with other tables."""
+    return PromptAttention(
+        made.pages(),
+        *(made.same if parts is None else parts),
+        tables=AttentionTables(*(made.tables if places is None else places), max_keys=max_keys),
+        slots=made.slots,
+        rotation=Rotation(*made.rotation, False) if rotates else None,
+        options=options,
+    )
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 15.0}])
@@ -54,10 +76,8 @@ def test_each_layer_gets_the_results_of_the_separate_operators(
 ) -> None:
     """Two layers, whose queries, keys and values are written into the same tensors."""
     made = Operands(device)
-    rotation = made.rotation if rotates else None
-    attend = PromptAttention(
-        made.pages(), *made.same, *made.tables, made.slots, rotation, scale=0.125, max_keys=64, **options
-    )
+    scores = AttentionOptions(0.125, options.get("window", 0), options.get("softcap", 0.0))
+    attend = prompt(made, rotates=rotates, options=scores, max_keys=64)
     for layer in made.layers:
         pages, other = made.pages(), made.pages()
         for same, own in zip(made.same, layer, strict=True):
@@ -91,13 +111,13 @@ def test_operands_that_do_not_fit_are_named(device: str) -> None:
     ]
     for error, says, parts, tables in wrong:
         with pytest.raises(error, match=says):
-            PromptAttention(made.pages(), *parts, *tables, made.slots, made.rotation, scale=0.125)
+            prompt(made, parts, tables)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages_of_another_device_are_rejected(device: str) -> None:
     made = Operands(device)
-    attend = PromptAttention(made.pages(), *made.same, *made.tables, made.slots, made.rotation, scale=0.125)
+    attend = prompt(made)
     other = KVPages.allocate("fp16", 4, PAGE, HEADS, DIM, torch.device("meta"))
     with pytest.raises(DTypeError, match="the pages are on meta"):
         attend(other)

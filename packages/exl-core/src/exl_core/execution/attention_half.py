@@ -33,7 +33,7 @@ from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, 
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
 from .operators import Operators
 
-__all__ = ["AttentionHalf"]
+__all__ = ["AttentionHalf", "JoinedHeads"]
 
 
 class AttentionHalf(JoinedHalf):
@@ -128,6 +128,11 @@ class JoinedHeads(Heads):
         return AttentionTables(*self.places, max_keys=self.step.max_keys)
 
     @property
+    def turn(self) -> Rotation:
+        """The rotation of each token, as launches take it."""
+        return Rotation(*self.rotation, self.about.interleaved)
+
+    @property
     def scores(self) -> AttentionOptions:
         """Scale, window and softcap of the layer, as launches take them."""
         return attention_options(self.about.scale, self.about.window, self.about.softcap)
@@ -139,9 +144,8 @@ class JoinedHeads(Heads):
         a, step, pages = self.about, self.step, self.pages
         if attention_stores_keys(step.q_len):
             # The step's tensors, and all keys but the tokens' own, were written before the graph's launches: `early`.
-            turn = Rotation(*self.rotation, a.interleaved)
             return attend_own(
-                q, k, v, pages, self.tables, step.slots, turn, self.scores, early=True, into=into, norms=norms
+                q, k, v, pages, self.tables, step.slots, self.turn, self.scores, early=True, into=into, norms=norms
             )
         if not step.decodes:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -18,8 +18,8 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix, WeightMemory
 
 from ..device import activation_dtype
-from ..layers.heads import Heads, shape_heads
-from .attention_half import AttentionHalf
+from ..layers.heads import shape_heads
+from .attention_half import AttentionHalf, JoinedHeads
 from .batch import Step
 from .half import Half, HalfInput, JoinedHalf
 from .operators import Operators
@@ -100,13 +100,17 @@ class ManyRows(Operators):
     def _attention_of(self, half: AttentionHalf, step: Step) -> _Attention:
         a, parts = half.about, self._parts(half.held)
         q, k, v, mixed = (t.view(self._rows, -1, a.head_dim) for t in parts)
-        heads = Heads(a, step)
+        heads = JoinedHeads(a, step)
         attend = PromptAttention(
-            *(heads.pages, q, k, v, *heads.places, step.slots),
-            None if a.rope == "none" else heads.rotation,
-            interleaved=a.interleaved,
+            heads.pages,
+            q,
+            k,
+            v,
+            tables=heads.tables,
+            slots=step.slots,
+            rotation=None if a.rope == "none" else heads.turn,
+            options=heads.scores,
             out=mixed,
-            **heads.options,
         )
         return _Attention(parts[:3], attend, parts[3])
 

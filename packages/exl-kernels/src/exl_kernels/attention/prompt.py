@@ -17,7 +17,7 @@ from ..index_checks import check_slots, check_tables, checks_enabled
 from ..kv import store_kv
 from ..kv.cuda import one_device
 from . import _check, paged_attention
-from .cuda import attention_options, zeros_of
+from .cuda import AttentionOptions, AttentionTables, Rotation, zeros_of
 
 if TYPE_CHECKING:
     from ..kv import KVPages
@@ -34,10 +34,11 @@ class PromptAttention:
     Args:
         pages: keys and values of one of the layers.
         q: [T, Hq, D], contiguous; k, v: [T, H, D], likewise.
-        block_table: as for `paged_attention`; so are rows, positions, scale, window, softcap, max_keys and out.
+        tables: block table, and row and position of each token, as for `paged_attention`; without a mask.
         slots: as for `store_kv`.
-        rotation: (cos, sin, positions) as for `apply_rope`, or None: no rotation.
-        interleaved: as for `apply_rope`.
+        rotation: of each token, or None.
+        options: scale, window and softcap, as `attention_options` returns them.
+        out: as for `paged_attention`.
 
     Raises:
         ShapeError, DTypeError: an operand does not fit.
@@ -49,20 +50,15 @@ class PromptAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        rotation: tuple[Tensor, Tensor, Tensor] | None,
         *,
-        interleaved: bool = False,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        max_keys: int | None = None,
+        tables: AttentionTables,
+        slots: Tensor,
+        rotation: Rotation | None,
+        options: AttentionOptions,
         out: Tensor | None = None,
     ) -> None:
-        _check(q, pages, block_table, rows, positions, window, softcap, None)
+        places = (tables.block_table, tables.rows, tables.positions)
+        _check(q, pages, *places, options.window, options.softcap, None)
         for name, t in (("k", k), ("v", v)):
             require_shape(f"PromptAttention: {name}", t, (q.shape[0], pages.heads, pages.head_dim))
             require_dtype(f"PromptAttention: {name}", t, q.dtype)
@@ -70,20 +66,19 @@ class PromptAttention:
                 raise ShapeError(f"PromptAttention: {name} is not contiguous (strides {t.stride()})")
         self.out = require_out("PromptAttention", out, q)
         self._q, self._k, self._v, self._slots, self._rotation = q, k, v, slots, rotation
-        self._interleaved, self._scale, self._window, self._softcap = interleaved, scale, window, softcap
-        self._tables, self._max_keys = (block_table.contiguous(), rows.contiguous(), positions.contiguous()), max_keys
+        self._options, self._places = options, (places[0].contiguous(), places[1].contiguous(), places[2].contiguous())
+        self._max_keys = tables.max_keys
         if not q.is_cuda:
             return
-        one_device("PromptAttention", pages, q, k, v, *self._tables, slots, *(rotation or ()))
+        turns = () if rotation is None else (rotation.cos, rotation.sin, rotation.positions)
+        one_device("PromptAttention", pages, q, k, v, *self._places, slots, *turns)
         self._stride = q.shape[1] * q.shape[2]
-        self._options = attention_options(scale, window, softcap)
-        self._seen = _native.AttentionTables(*self._tables, None, max_keys)
+        self._seen = AttentionTables(*self._places, None, self._max_keys)
         self._new_keys: _native.NewKeys | None = None
         if rotation is not None:
+            stride = k.shape[1] * k.shape[2]
             try:
-                native = _native.Rotation(*rotation, interleaved)
-                stride = k.shape[1] * k.shape[2]
-                self._new_keys = _native.NewKeys(k.view(-1), v.view(-1), stride, native, slots, early=True)
+                self._new_keys = _native.NewKeys(k.view(-1), v.view(-1), stride, rotation, slots, early=True)
             except ValueError as error:
                 raise ShapeError(f"PromptAttention: {error}") from None
 
@@ -100,15 +95,19 @@ class PromptAttention:
             if self._rotation is None:
                 store_kv(pages, self._k, self._v, self._slots)
             else:
-                cos, sin, turns = self._rotation
-                rope_store(pages, q, self._k, self._v, cos, sin, turns, self._slots, interleaved=self._interleaved)
+                turn = self._rotation
+                rope_store(
+                    *(pages, q, self._k, self._v, turn.cos, turn.sin, turn.positions, self._slots),
+                    interleaved=turn.interleaved,
+                )
+            options = self._options
             return paged_attention(
                 q,
                 pages,
-                *self._tables,
-                scale=self._scale,
-                window=self._window,
-                softcap=self._softcap,
+                *self._places,
+                scale=options.scale,
+                window=options.window,
+                softcap=options.softcap,
                 max_keys=self._max_keys,
                 out=out,
             )
@@ -116,7 +115,7 @@ class PromptAttention:
             return out
         if checks_enabled():
             check_slots("PromptAttention", pages.key, self._slots)
-            check_tables("PromptAttention", pages.key, *self._tables, self._window)
+            check_tables("PromptAttention", pages.key, *self._places, self._options.window)
         native, stream = pages.native_cuda(), stream_of(out)
         launch = launch_of(stream)
         try:
