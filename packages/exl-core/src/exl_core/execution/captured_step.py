@@ -8,6 +8,7 @@ The classes of a captured step, from the recorded graph to the engine's prelaunc
 | `StepTensors` | exl_core | the graph's inputs on one device: ids, positions, slots, block table | many passes |
 | `StagedTensors` | exl_core | `StepTensors` with pinned copies, through which the host fills them | many passes |
 | `UnrecordedStep` | exl_core | a step whose `CapturedStep` is recorded when the pass runs | one pass |
+| `ReplayInputs` | exl_core | the inputs of a replay on the host, all but the ids | one pass |
 | `StepReplay` | exl_core | one replay of a `CapturedStep` for known pages; ids may come later | one pass |
 | `TokenTarget` | exl_kernels.sampling | where the sampler writes the ids of a `StepReplay` | one pass |
 | `PrelaunchedStep` | exl_generate | the jobs' next `StepReplay`, launched before the host has the tokens | one pass |

@@ -12,26 +12,33 @@ The first way that applies runs. Embeddings, masks, states and abort events are 
 recorded when it first runs. Where that fails (`CaptureFailure`), or the step's inputs turn out to be invalid, the
 executor answers `Refused` before anything is computed, and `forward.py` runs the next way.
 
-A choice does no work of the pass. It keeps count of what later choices depend on: prompts of each size, the pauses of
-failed captures, which captured steps were used last, and the slots of adapters (more of them than before outdate the
-captured steps that have them). The launches of a model are made when a choice first asks whether it has any.
+A choice does no work of the pass, but it changes what later choices depend on:
+
+- counts of prompts of each size, pauses of failed captures, and the order in which captured steps were used;
+- slots of adapters: new combinations outdate the captured steps with others, and adapters that are gone drop theirs;
+- the launches of a model, and of its devices, which are made when a choice first asks whether there are any;
+- `reason` and `apart_reason` of `DecodeGraphs`, for people.
 
 All ways give bitwise identical results, with two exceptions: the last tokens alone of a prompt may take kernels for
 fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`) torch adds the residual of joined
 launches with one rounding less.
 
 `ways.py` decides among them from facts about the model and the pass; `exl info --kernels` asks it about models that are
-not loaded. Conditions that need tensors of a pass (pages, positions, slots of adapters) are in `captured.py`. No other
-code chooses among these ways. Inside of one, other code chooses launches:
+not loaded. `captured.py` has the conditions that need the tensors of a pass (pages, positions, slots of adapters), and
+those of captured prompts and of sharded steps, which that report leaves out. No other code chooses among these ways.
+Inside of one, other code chooses launches:
 
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
-  captured step when it is recorded. A half whose description has no joined launches runs its module's own pass.
+  captured step when it is recorded, and always for the whole half. A half whose description has no joined launches runs
+  its module's own pass.
 - `lora/adding.py` names the ways in which adapters are added behind a matmul.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
 - `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU, and whether the
   experts of a mixture share calls. `experts_pass.py` asks at each pass whether they do for its rows and adapters.
 - `fused.py` runs the head joined with the last norm where it can. `sections.py` records the modules' own passes where a
-  model has no joined launches, and `sharded/launches.py` separate launches around a matmul that none joins.
+  model has no joined launches.
+- `sharded/launches.py` (`operators_for`) takes joined launches, separate ones, or those of many rows for a prompt; a
+  matmul of a device that no launch joins runs alone.
 - `sharded/cutting.py` chooses before the load whether a module runs its heads, features and experts on several devices.
 """
 
