@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import matmul_of
+from linear_cases import K, exl2, norm_of, qkv
 
 from exl_kernels.activation import gated_activation
-from exl_kernels.errors import ShapeError
+from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
 from exl_kernels.norm import rms_norm
@@ -74,6 +75,11 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 WIDTHS = (96, 34, 64)
+
+
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of halves; -0 is not 0."""
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def group_of(levels: int, widths: tuple[int, ...], inputs: int, ranks: tuple[int, ...]) -> list[Any]:
@@ -184,6 +190,90 @@ def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: 
     gate, up = separate(entries, x, y, widths, ids)
     found = group.expand(y, group.shrink(x, ids), ids, activation=activation)
     assert torch.equal(found, gated_activation(gate, up, activation))
+
+
+@pytest.mark.needs("bulk_copy")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["one order", "own orders", "gptq act-order", "groups of 32", "gptq groups of 32"])
+@pytest.mark.parametrize("ranks", [(16, 1, 8, 5), (32, 16, 31, 17)])
+def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: int, ranks: tuple[int, ...]) -> None:
+    """Of three matrices, and of one with a residual, for every pair of sets; some sets and matrices have none."""
+    matrices, norm = qkv(kind), norm_of(torch.float32)
+    for some in (matrices, matrices[2:]):
+        matmul, normed = FusedLinear(some), FusedLinear(some, norm=norm)
+        widths = tuple(matrix.out_features for matrix in some)
+        group = LoraGroup(group_of(1, widths, K, ranks), K, widths)
+        assert group.fits(matmul, rows)
+        assert not group.fits(matmul, 3)
+        x, _, residual, _ = operands(rows, K, sum(widths))
+        for sets in ((0, 2), (2, 0), (1, 3), (-1, 0), (3, -1), (1, 1)):
+            ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
+            bare, out = torch.empty_like(residual), torch.full_like(residual, torch.nan)
+            want = group.expand(matmul(x, bare), group.shrink(x, ids), ids)
+            assert bitwise_equal(group.multiply(matmul, x, ids, out=out), want), sets
+            into = residual.clone()  # also the result
+            assert bitwise_equal(group.multiply(matmul, x, ids, out=into, residual=into), residual + want)
+            h = rms_norm(x, norm.weight, norm.eps)
+            want = group.expand(matmul(h, bare), group.shrink(h, ids), ids)
+            for looks in (None, 0, 1):  # of blocks for the work of other blocks, which they then do themselves
+                found = torch.full_like(residual, torch.nan)
+                assert bitwise_equal(group.multiply(normed, x, ids, out=found, looks=looks), want), (sets, looks)
+
+
+@pytest.mark.needs("bulk_copy")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
+@pytest.mark.parametrize(("width", "inputs"), [(160, K), (16384, 2304), (4128, 2304)])
+def test_a_gated_matmul_adds_adapters_bitwise(rows: int, activation: Any, width: int, inputs: int) -> None:
+    """Blocks of few tiles, and of many, whose warps keep their class and whose gates come first."""
+    pair = [exl2(width, 4, 3, seed=seed, k=inputs, bias=seed == 1) for seed in range(2)]
+    widths = (width, width)
+    gated, bare = FusedLinear(pair, activation=activation), FusedLinear(pair)
+    group = LoraGroup(group_of(1, widths, inputs, (16, 1, 30, 32)), inputs, widths)
+    x, _, _, _ = operands(rows, inputs, width)
+    for sets in ((0, 2), (3, 0), (-1, 1)):
+        ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
+        y = bare(x, x.new_empty(rows, 2 * width))
+        want = group.expand(y, group.shrink(x, ids), ids, activation=activation)
+        found = group.multiply(gated, x, ids, out=torch.full_like(want, torch.nan))
+        assert bitwise_equal(found, want), sets
+
+
+@pytest.mark.needs("bulk_copy")
+def test_matmuls_of_every_size_share_the_workspace() -> None:
+    """Adapters of few rows beside matmuls of many rows, whose blocks exchange sums in the same memory."""
+    matrix = exl2(4096, 4, k=14336)
+    matmul = FusedLinear([matrix])
+    group = LoraGroup(group_of(1, (4096,), 14336, (16, 1, 8, 5)), 14336, (4096,))
+    many = torch.randn(20, 14336, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    first = matmul(many, many.new_empty(20, 4096)).clone()
+    for rows in (2, 1, 2):
+        x, _, _, ids = operands(rows, 14336, 4096)
+        want = group.expand(matmul(x, x.new_empty(rows, 4096)), group.shrink(x, ids), ids)
+        for _ in range(3):
+            assert bitwise_equal(group.multiply(matmul, x, ids, out=torch.full_like(want, torch.nan)), want)
+        assert bitwise_equal(matmul(many, many.new_empty(20, 4096)), first)
+
+
+@pytest.mark.needs("bulk_copy")
+def test_a_matmul_that_cannot_add_adapters_says_so() -> None:
+    matrices = qkv("one order")
+    matmul, widths = FusedLinear(matrices), tuple(matrix.out_features for matrix in matrices)
+    x, y, _, _ = operands(1, K, sum(widths))
+    deep, wide = (
+        LoraGroup(group_of(levels, widths, K, ranks), K, widths)
+        for levels, ranks in ((2, (16, 1, 8, 5)), (1, (33, 1, 8, 5)))
+    )
+    for group in (deep, wide):
+        assert not group.fits(matmul, 1)
+        with pytest.raises(ShapeError, match="does not add so many"):
+            group.multiply(matmul, x, out=y)
+    group = LoraGroup(group_of(1, widths, K, (16, 1, 8, 5)), K, widths)
+    with pytest.raises(UnsupportedError, match=r"add them by `LoraGroup\.expand`"):
+        group.multiply(matmul, x.repeat(3, 1), out=y.repeat(3, 1))
+    other = FusedLinear(matrices[:2])
+    with pytest.raises(ShapeError, match="other matrices"):
+        group.multiply(other, x, out=y[:, : other.out_features].contiguous())
 
 
 def test_all_rows_have_the_first_set_without_numbers() -> None:

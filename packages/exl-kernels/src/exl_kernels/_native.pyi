@@ -39,6 +39,7 @@ __all__ = [
     "KernelLimits",
     "Launch",
     "LoraRows",
+    "MatmulAdapters",
     "MatmulInput",
     "MatmulPlan",
     "Matrix",
@@ -65,6 +66,7 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
+    "cuda_adapters_fit_epilogue",
     "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
@@ -531,10 +533,12 @@ class CudaLinearGroup:
         aligned_input: bool = True,
         aligned_output: bool = True,
         invariant: bool = False,
+        adapted: bool = False,
     ) -> MatmulPlan:
         """
         The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-        aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows.
+        aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows;
+        `adapted`: the launch adds adapters.
         """
     def plan_alone(self, /, rows: int, *, bfloat16: bool = False, invariant: bool = False) -> MatmulPlan:
         """
@@ -571,6 +575,7 @@ class CudaLinearGroup:
         next: NextInput | None = None,
         chained: bool = False,
         input_activation: str | None = None,
+        adapters: MatmulAdapters | None = None,
     ) -> None:
         """
         Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
@@ -578,6 +583,7 @@ class CudaLinearGroup:
         `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
         `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
         to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
+        `adapters`: of the rows, if the plan is for them.
         """
 
 @final
@@ -1023,6 +1029,19 @@ class LoraRows:
         `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
         None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
         [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
+        """
+
+@final
+class MatmulAdapters:
+    """
+    The adapters of the rows of a matmul that adds them itself.
+    """
+    def __new__(
+        cls, /, table: Tensor, slots: Tensor | None, most_rank: int, *, looks: int | None = None
+    ) -> MatmulAdapters:
+        """
+        `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
+        results of others before it computes them itself, for tests; None: some milliseconds long.
         """
 
 @final
@@ -1561,6 +1580,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleav
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
+def cuda_adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
+    """
+    Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
+    """
+
 def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
     """
     Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
@@ -1701,6 +1725,7 @@ def cuda_plan_fused(
     layer: bool = False,
     residual: bool = False,
     invariant: bool = False,
+    adapted: bool = False,
 ) -> MatmulPlan:
     """
     The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an

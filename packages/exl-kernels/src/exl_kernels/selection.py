@@ -262,6 +262,7 @@ class Card:
         norm: bool = False,
         layer: bool = False,
         residual: bool = False,
+        adapted: bool = False,
     ) -> _native.MatmulPlan:
         """Return the plan of a batch-invariant `linear.fused.FusedLinear` over one to three matrices.
 
@@ -272,6 +273,7 @@ class Card:
             norm: a norm of the input is fused.
             layer: the norm is a LayerNorm.
             residual: a residual is added.
+            adapted: adapters are added (`PlannedMatmul.takes_adapters`).
         """
         shapes = [matrix._native for matrix in matrices]
         return _native.cuda_plan_fused(
@@ -283,6 +285,7 @@ class Card:
             layer=layer,
             residual=residual,
             invariant=True,
+            adapted=adapted,
         )
 
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
@@ -484,6 +487,18 @@ def norm_kernel(
     except ValueError as error:
         raise ShapeError(str(error)) from None
     return Selection.of(" + ".join(choice.kernels), choice.refused)
+
+
+def adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
+    """Return whether a matmul may add adapters of these sizes itself, instead of launches before and behind it.
+
+    `PlannedMatmul.takes_adapters` says whether a matmul of some rows can.
+
+    Args:
+        levels: most adapters of a row.
+        most_rank: the largest rank.
+    """
+    return _native.cuda_adapters_fit_epilogue(levels, most_rank)
 
 
 def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> Selection:

@@ -7,23 +7,7 @@
 #include "common/activate.cuh"
 #include "common/block_sum.cuh"
 #include "common/row_limits.cuh"
-
-// The adapter of one slot for one matrix [in, out].
-struct LoraEntry {
-  const __half* a;     // [rank, in]
-  const __half* b;     // [rank, out]
-  const float* scale;  // [rank]
-  const float* bias;   // [out], or null
-  int64_t rank;        // 0: no adapter
-};
-ABI_SIZE(LoraEntry, 40); ABI_AT(LoraEntry, a, 0); ABI_AT(LoraEntry, b, 8); ABI_AT(LoraEntry, scale, 16); ABI_AT(LoraEntry, bias, 24);
-ABI_AT(LoraEntry, rank, 32);
-
-// The entry of a row: slot `slots[row]`, or slot 0 for all rows without `slots`; null if the row has no adapter.
-DEVICE const LoraEntry* entry_of(const LoraEntry* table, const int* slots, int row) {
-  const int slot = slots ? slots[row] : 0;
-  return slot < 0 || table[slot].rank == 0 ? nullptr : table + slot;
-}
+#include "linear/adapters.cuh"
 
 // middle[row, r] = scale[r] * sum_k x[row, k] a[r, k]. A block is one row and rank.
 extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(const __half* x, const LoraEntry* table, const int* slots,

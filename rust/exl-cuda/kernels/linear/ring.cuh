@@ -13,6 +13,7 @@
 // runs once costs more to fetch than to execute, so loops are not unrolled without need.
 #pragma once
 #include "linear/gate.cuh"
+#include "linear/ring_adapters.cuh"
 #include "linear/ring_fill.cuh"
 #include "linear/ring_task.cuh"
 
@@ -246,13 +247,22 @@ struct Walker {
   }
 };
 
-template <int KIND, int ENTRY, bool GENERAL>
-DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* places) {
+template <int KIND, int ENTRY, bool GENERAL, bool ADAPTED>
+DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* places, const Adding& adding) {
   constexpr int NEXT_CLASS = 5, NEVER = 0x7fffffff;
   const Barriers s(p, base);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  fill_shared<GENERAL>(p, memory);
-  bar<1>(RING_THREADS);
+  if constexpr (ADAPTED) {
+    const Adding::Found found(adding.entry(lane));
+    adding.fetch(found);
+    fill_shared<GENERAL>(p, memory);
+    bar<1>(RING_THREADS);
+    bar_arrive<7>(CONSUMERS * 32 + 32);
+    adding.multiply_slices(found);
+  } else {
+    fill_shared<GENERAL>(p, memory);
+    bar<1>(RING_THREADS);
+  }
   if (p.flags & KEEP) {
     Keeper<KIND, ENTRY>(p, base, s).run(places);
     return;
@@ -331,8 +341,8 @@ DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
 
 // The epilogue: bias and prescale, the gate's activation, the residual. Each rounds where separate operators round. There is nothing to
 // store before the first tile is done, so this warp first sets up data for the others.
-template <int ENTRY>
-DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* places) {
+template <int ENTRY, bool ADAPTED>
+DEVICE void store_tiles(const Task& p, const AdapterRows* adapters, KnownAdapters* known, uint8_t* memory, uint32_t base, uint4* places) {
   constexpr int TURNS = 4;  // of two rows
   const Barriers s(p, base);
   const int lane = threadIdx.x % 32, row = lane % 16;
@@ -347,6 +357,14 @@ DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* pl
   __syncwarp();
   if (!RACECHECK) bar_arrive<5>(64);
   load_constants<ENTRY>(p, memory, places);
+  if constexpr (ADAPTED) {
+    const Adding adding{p, *adapters, memory, *known};
+    bar_arrive<1>(RING_THREADS);
+    adding.find();
+    pdl_wait();
+    bar<7>(CONSUMERS * 32 + 32);  // the input is in shared memory
+    return adding.store(s);
+  }
   pdl_wait();
   bar<1>(RING_THREADS);
   if (p.m == 1) return store_row(p, base, s);
@@ -395,20 +413,31 @@ DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* pl
 }
 #endif
 
-template <int KIND, int ENTRY, bool GENERAL>
-DEVICE void ring_matmul(const Task& p) {
+// `adapters`: of the rows; null if the form has none.
+template <int KIND, int ENTRY, bool GENERAL, bool ADAPTED>
+DEVICE void ring_matmul(const Task& p, const AdapterRows* adapters) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint4 places[MATRICES];
+  KnownAdapters* known = nullptr;
+  if constexpr (ADAPTED) {
+    __shared__ KnownAdapters of_block;
+    known = &of_block;
+  }
   const uint32_t base = shared_address(memory);
   const int warp = threadIdx.x / 32;
   if (warp == CONSUMERS) {
     stream_all(p, base);
   } else if (warp < CONSUMERS) {
     touch_parameters(p);
-    consume<KIND, ENTRY, GENERAL>(p, memory, base, places);
+    const Adding adding{p, *adapters, memory, *known};
+    consume<KIND, ENTRY, GENERAL, ADAPTED>(p, memory, base, places, adding);
+    if constexpr (ADAPTED) {
+      bar<6>(CONSUMERS * 32 + 32);
+      adding.add();
+    }
   } else {
-    store_tiles<ENTRY>(p, memory, base, places);
+    store_tiles<ENTRY, ADAPTED>(p, adapters, known, memory, base, places);
   }
   all_leave();
 #endif
@@ -417,8 +446,13 @@ DEVICE void ring_matmul(const Task& p) {
 // BOUND limits the registers: RING_REGISTERS if the compiler would use more.
 #define RING_FORM(NAME, KIND, ENTRY, GENERAL, BOUND)                            \
   extern "C" __global__ void BOUND NAME(const __grid_constant__ Task p) { \
-    ring_matmul<KIND, ENTRY, GENERAL>(p);                                       \
+    ring_matmul<KIND, ENTRY, GENERAL, false>(p, nullptr);                       \
+  }
+#define RING_ADAPTED(KIND, kind, ENTRY, BOUND)                                                                                         \
+  extern "C" __global__ void BOUND gemv_ring_adapted_##kind##_##ENTRY(const __grid_constant__ Task p, const __grid_constant__ AdapterRows a) { \
+    ring_matmul<KIND, ENTRY, false, true>(p, &a);                                                                                      \
   }
 #define RING(KIND, kind, ENTRY, BOUND)                             \
   RING_FORM(gemv_ring_##kind##_##ENTRY, KIND, ENTRY, false, BOUND) \
-  RING_FORM(gemv_ring_##kind##_##ENTRY##_general, KIND, ENTRY, true, BOUND)
+  RING_FORM(gemv_ring_##kind##_##ENTRY##_general, KIND, ENTRY, true, BOUND) \
+  RING_ADAPTED(KIND, kind, ENTRY, BOUND)

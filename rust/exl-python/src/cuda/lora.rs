@@ -4,6 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::linear::lora::{self, LoraEntry};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::attention::MatmulInput;
@@ -76,7 +77,8 @@ pub fn cuda_lora_add(
 pub struct LoraRows {
     table: Tensor,
     slots: Option<Tensor>,
-    middle: Tensor,
+    /// None in `MatmulAdapters`.
+    middle: Option<Tensor>,
 }
 
 #[pymethods]
@@ -90,7 +92,7 @@ impl LoraRows {
         Self {
             table,
             slots,
-            middle,
+            middle: Some(middle),
         }
     }
 }
@@ -98,18 +100,17 @@ impl LoraRows {
 impl LoraRows {
     /// The tensors, named for errors.
     fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        [("table", &self.table), ("middle", &self.middle)]
+        let middle = self.middle.as_ref().map(|middle| ("middle", middle));
+        let slots = self.slots.as_ref().map(|slots| ("slots", slots));
+        [("table", &self.table)]
             .into_iter()
-            .chain(self.slots.as_ref().map(|slots| ("slots", slots)))
+            .chain(middle)
+            .chain(slots)
     }
 
-    /// The operands for `rows` rows.
-    fn checked(&self, rows: usize) -> PyResult<lora::Group> {
-        let Self {
-            table,
-            slots,
-            middle,
-        } = self;
+    /// The operands for `rows` rows without their middle.
+    fn entries(&self, rows: usize) -> PyResult<lora::Group> {
+        let Self { table, slots, .. } = self;
         let [levels, matrices, sets, fields] = match table.shape[..] {
             [levels, matrices, sets, fields] => [levels, matrices, sets, fields],
             _ => [0; 4],
@@ -121,14 +122,6 @@ impl LoraRows {
                 && fields * 8 == size_of::<LoraEntry>(),
             "table must be int64 [levels, matrices, sets, 5]",
         )?;
-        let lines = levels * matrices;
-        expect(
-            middle.dtype == DType::F32
-                && middle.shape.len() == 2
-                && middle.shape[0] == rows
-                && middle.shape[1].is_multiple_of(lines),
-            "middle must be float32 [T, levels * matrices * largest rank]",
-        )?;
         expect(
             slots
                 .as_ref()
@@ -138,12 +131,85 @@ impl LoraRows {
         Ok(lora::Group {
             table: table.ptr,
             slots: slots.as_ref().map_or(0, |slots| slots.ptr),
-            middle: middle.ptr,
+            middle: 0,
             rows,
             sets,
             matrices,
             levels,
+            most_rank: 0,
+            looks: None,
+        })
+    }
+
+    /// The operands for `rows` rows.
+    fn checked(&self, rows: usize) -> PyResult<lora::Group> {
+        let group = self.entries(rows)?;
+        let lines = group.levels * group.matrices;
+        let middle = self.middle.as_ref().filter(|middle| {
+            middle.dtype == DType::F32
+                && middle.shape.len() == 2
+                && middle.shape[0] == rows
+                && middle.shape[1].is_multiple_of(lines)
+        });
+        let Some(middle) = middle else {
+            return Err(PyValueError::new_err(
+                "middle must be float32 [T, levels * matrices * largest rank]",
+            ));
+        };
+        Ok(lora::Group {
+            middle: middle.ptr,
             most_rank: middle.shape[1] / lines,
+            ..group
+        })
+    }
+}
+
+/// The adapters of the rows of a matmul that adds them itself.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulAdapters {
+    rows: LoraRows,
+    most_rank: usize,
+    looks: Option<i32>,
+}
+
+#[pymethods]
+impl MatmulAdapters {
+    /// `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
+    /// results of others before it computes them itself, for tests; None: some milliseconds long.
+    #[new]
+    #[pyo3(signature = (table, slots, most_rank, *, looks=None))]
+    fn new(table: Tensor, slots: Option<Tensor>, most_rank: usize, looks: Option<i32>) -> Self {
+        let rows = LoraRows {
+            table,
+            slots,
+            middle: None,
+        };
+        Self {
+            rows,
+            most_rank,
+            looks,
+        }
+    }
+}
+
+impl MatmulAdapters {
+    /// The tensors, named for errors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        self.rows.tensors()
+    }
+
+    /// The operands for `rows` rows of `matrices` matrices.
+    pub(super) fn checked(&self, rows: usize, matrices: usize) -> PyResult<lora::Group> {
+        let group = self.rows.entries(rows)?;
+        let fits = lora::select::fits_epilogue(group.levels, self.most_rank);
+        expect(
+            fits && group.matrices == matrices,
+            "the adapters are for other matrices, or a matmul does not add so many of them",
+        )?;
+        Ok(lora::Group {
+            looks: self.looks,
+            ..group
         })
     }
 }

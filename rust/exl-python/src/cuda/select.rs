@@ -140,8 +140,8 @@ impl CudaShape {
 /// The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
 /// activation, for aligned float16.
 #[pyfunction]
-#[pyo3(signature = (card, shapes, rows, *, activation=false, norm=false, layer=false, residual=false, invariant=false))]
-#[allow(clippy::fn_params_excessive_bools)] // one keyword each
+#[pyo3(signature = (card, shapes, rows, *, activation=false, norm=false, layer=false, residual=false, invariant=false, adapted=false))]
+#[allow(clippy::fn_params_excessive_bools, clippy::too_many_arguments)] // one keyword each
 pub fn cuda_plan_fused(
     card: &CudaCard,
     shapes: Vec<PyRef<'_, CudaShape>>,
@@ -151,6 +151,7 @@ pub fn cuda_plan_fused(
     layer: bool,
     residual: bool,
     invariant: bool,
+    adapted: bool,
 ) -> MatmulPlan {
     let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
     let epilogue = Epilogue {
@@ -160,6 +161,7 @@ pub fn cuda_plan_fused(
         layer,
         residual,
         bf16: false,
+        adapted,
     };
     let call = Call {
         invariant,
@@ -422,6 +424,12 @@ pub fn cuda_select_adapters(
 pub fn cuda_refusal_of_adapted_rows(rows: usize, invariant: bool) -> Option<String> {
     let refused = adapters::takes_rows(rows, invariant).err();
     refused.map(|why| why.to_string())
+}
+
+/// Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
+#[pyfunction]
+pub fn cuda_adapters_fit_epilogue(levels: usize, most_rank: usize) -> bool {
+    adapters::fits_epilogue(levels, most_rank)
 }
 
 /// Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.

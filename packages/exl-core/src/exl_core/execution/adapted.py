@@ -1,8 +1,8 @@
 """The adapters of a step's rows for the matrices of one joined matmul.
 
-A launch before the matmul multiplies its input by the adapters' A, and norms and packs the input where that is needed.
-A launch behind it multiplies that by B and adds it to the results, then the residual or the gate. Bitwise identical
-to `Linear.forward` and the operators that follow it.
+The matmul of one or two rows adds them itself. Otherwise a launch before the matmul multiplies its input by the
+adapters' A, and norms and packs the input where that is needed, and a launch behind it multiplies that by B and adds it
+to the results, then the residual or the gate. Bitwise identical to `Linear.forward` and the operators that follow it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_kernels.activation import activation as activate
 from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraGroup
 from exl_kernels.selection import adapters_pack_input
@@ -32,23 +33,35 @@ class MatmulAdapters:
     slots: Tensor
     """int32 [T], the slot of each row, as for `LoraGroup.shrink`."""
 
-    def first(self, matmul: FusedLinear, x: Tensor, norm: FusedNorm | None) -> tuple[Tensor, Tensor]:
-        """Multiply x [T, in], or its norm, by the matrices [T, outputs of all matrices] and by A, for `expand`.
+    def first(
+        self, matmul: FusedLinear, bare: FusedLinear, x: Tensor, norm: FusedNorm | None, activation: Activation | None
+    ) -> Tensor:
+        """Return the activation of x, or its norm, times the matrices, with the adapters.
 
         Args:
-            matmul: the matmul of all matrices, without norm or activation.
-            x: the input.
+            matmul: the matmul of all matrices, with the norm and the activation.
+            bare: the same without both.
+            x: [T, in].
             norm: the norm of the input, or None.
-        """
-        out = x.new_empty(x.shape[0], matmul.out_features)
-        return self._multiply(matmul, x, norm, out)
+            activation: of two matrices [gate, up]: gates the second; of one: of the results; or None.
 
-    def expand(self, y: Tensor, middle: Tensor, activation: Activation | None = None) -> Tensor:
-        """Add the results to y [T, outputs of all matrices], in place or in a new tensor of gated results."""
-        return self.group.expand(y, middle, self.slots, activation=activation)
+        Returns:
+            [T, outputs of all matrices], or of one of two with an activation.
+        """
+        rows = x.shape[0]
+        if self.group.fits(matmul, rows):
+            return self.group.multiply(matmul, x, self.slots, out=x.new_empty(rows, matmul.out_features))
+        y, middle = self._multiply(bare, x, norm, x.new_empty(rows, bare.out_features))
+        if len(self.group.widths) > 1:
+            return self.group.expand(y, middle, self.slots, activation=activation)
+        y = self.group.expand(y, middle, self.slots)
+        return y if activation is None else activate(y, activation, out=y)
 
     def last(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
+        if self.group.fits(matmul, x.shape[0]):
+            self.group.multiply(matmul, x, self.slots, out=out, residual=residual)
+            return
         y, middle = self._multiply(matmul, x, None, out if residual is None else torch.empty_like(out))
         self.group.expand(y, middle, self.slots, out=out, residual=residual)
 

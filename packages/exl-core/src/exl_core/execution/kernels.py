@@ -23,6 +23,7 @@ from exl_kernels.selection import (
     RouterPlan,
     Selection,
     adapter_kernels,
+    adapters_fit_epilogue,
     adapters_pack_input,
     attention_stores_keys,
     refusal_of_experts,
@@ -482,17 +483,26 @@ class _Uses:
         for half in self._halves:
             for plan in _plans(half):
                 gated = plan.activation is not None and len(plan.about.first) > 1
-                self._adapters(self._bare(plan), rank * len(plan.about.first), gated)
-                self._adapters(plan.last, rank, gated=False)
+                matmul = plan.first_of_unnormed(self._count)
+                self._adapters(matmul, self._bare(plan), rank, len(plan.about.first), gated=gated)
+                self._adapters(plan.last, plan.last, rank, 1)
             for linear in half.module.submodules() if half.plan is None else ():
                 if not linear.spec.in_mixture:
                     self._add("adapters", adapter_kernels(self._count, 0).kernel)
 
-    def _adapters(self, matmul: ShapedMatmul, ranks: int, gated: bool) -> None:
-        """Add the launches of the adapters of a joined matmul, as `adapted.MatmulAdapters`."""
-        fits = adapters_pack_input(self._count, matmul.in_features)
-        columns = matmul.input_columns(self._count) if fits else None
-        found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
+    def _adapters(
+        self, matmul: ShapedMatmul, bare: ShapedMatmul, rank: int, matrices: int, *, gated: bool = False
+    ) -> None:
+        """Add the launches of the adapters of a joined matmul, as `adapted.MatmulAdapters`.
+
+        `bare`: the matmul without its activation.
+        """
+        if adapters_fit_epilogue(1, rank) and matmul.takes_adapters(self._count):
+            self._add("adapters", "gemv_ring")  # the matmul itself
+            return
+        fits = adapters_pack_input(self._count, bare.in_features)
+        columns = bare.input_columns(self._count) if fits else None
+        found = adapter_kernels(self._count, rank * matrices, columns=columns, gated=gated)
         self._add("adapters", found.kernel, found.reasons)
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:

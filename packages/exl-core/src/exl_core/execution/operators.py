@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from exl_kernels.activation import activation as activate
 from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
@@ -93,13 +92,9 @@ class JoinedOperators(Operators):
             return self._pending(half, x, h)
         assert not isinstance(h, PackedInput), "steps with adapters pack no input"
         norms = h is None and half.plan.norm_launch(x.shape[0], joined=True, adapted=True) is NormLaunch.ADAPTERS
-        y, middle = adapters.first(
-            half.first_bare, x if norms else half.normed(x, h), input_norm(half.own_norm) if norms else None
-        )
-        if len(half.about.first) > 1:
-            return adapters.expand(y, middle, activation=half.activation)
-        y = adapters.expand(y, middle)
-        return y if half.activation is None else activate(y, half.activation, out=y)
+        if norms:
+            return adapters.first(half.first, half.first_bare, x, input_norm(half.own_norm), half.activation)
+        return adapters.first(half.first_normed, half.first_bare, half.normed(x, h), None, half.activation)
 
     def _pending(self, half: JoinedHalf, x: Tensor, h: HalfInput) -> PendingMatmul:
         """Return the first matmul: with its norm, if no other launch has computed that."""

@@ -81,6 +81,7 @@ def launch_matmul(
     next_input: _native.NextInput | None = None,
     chained: bool = False,
     input_activation: str | None = None,
+    adapters: _native.MatmulAdapters | None = None,
 ) -> None:
     """Launch a matmul by its plan on torch's current stream, in memory of the plan's sizes.
 
@@ -95,6 +96,7 @@ def launch_matmul(
         next_input: packed input of the next matmul, which also, or only, gets the results.
         chained: the preceding matmul packed the input.
         input_activation: activation of x, where the plan activates inputs.
+        adapters: of the rows, where the plan is for them.
 
     Raises:
         ValueError, TypeError: an operand does not fit the plan.
@@ -119,6 +121,7 @@ def launch_matmul(
         next=next_input,
         chained=chained,
         input_activation=input_activation,
+        adapters=adapters,
     )
 
 

@@ -162,11 +162,12 @@ class FusedLinear(PlannedMatmul):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
+        adapted: bool = False,
     ) -> _native.MatmulPlan | None:
         """Return the plan of a call; None where a matrix is not quantized."""
         if self._group is None:
             return None
-        key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        key = rows << 4 | adapted << 3 | residual << 2 | aligned_input << 1 | aligned_output
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
@@ -180,6 +181,7 @@ class FusedLinear(PlannedMatmul):
                 aligned_input=aligned_input,
                 aligned_output=aligned_output,
                 invariant=True,
+                adapted=adapted,
             )
         return plan
 
@@ -239,6 +241,32 @@ class FusedLinear(PlannedMatmul):
         if plan.separate_activation and out is not None:
             assert self.activation is not None
             activate(out, self.activation, out=out)
+
+    def adapted(
+        self, x: Tensor, out: Tensor, adapters: _native.MatmulAdapters, residual: Tensor | None = None
+    ) -> Tensor:
+        """Compute `self(x, out, residual)` with the adapters of each row added first; for `LoraGroup.multiply`.
+
+        Args:
+            x: [m, K] float16, of rows for which `takes_adapters` holds.
+            out: [m, N].
+            adapters: of the rows, for these matrices.
+            residual: as for `__call__`.
+
+        Raises:
+            UnsupportedError: no launch of so many rows, or of an input that is not aligned to 16 bytes, adds adapters.
+            ShapeError, DTypeError, ValueError: an operand does not fit.
+        """
+        m = self._check(x, out, residual)
+        aligned = x.data_ptr() % 16 == 0
+        plan = self._planned(m, residual is not None, aligned, adapted=True)
+        if plan is None or not plan.joined or plan.rows != m:
+            raise UnsupportedError(
+                f"no launch of {m} rows of these matrices adds adapters: add them by `LoraGroup.expand`"
+            )
+        assert self._group is not None
+        launch_matmul(self._group, plan, x, out, residual=residual, norm=self._norm, adapters=adapters)
+        return out
 
     def input_of(self, m: int) -> MatmulInput | None:
         """Return the input that another launch may pack m float16 rows into for `from_input`, or None."""

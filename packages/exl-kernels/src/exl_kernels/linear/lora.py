@@ -2,7 +2,8 @@
 
 `LoraTable` adds the adapters of one matrix. `LoraGroup` adds those of the matrices of one joined matmul, bitwise
 identically, with two launches for all of them: one before the matmul, which also norms the input, and one behind it,
-which also adds the residual or applies the gate.
+which also adds the residual or applies the gate; or, for one or two rows, in the launch of the matmul
+(`LoraGroup.multiply`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from exl_kernels.cuda_ops import check_operand, launch_on
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.linear.cuda import aligned
-from exl_kernels.linear.fused import Activation, FusedNorm
+from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm
 from exl_kernels.linear.matmul_input import MatmulInput
-from exl_kernels.selection import refusal_of_adapted_rows, refusal_of_adapted_shapes
+from exl_kernels.selection import adapters_fit_epilogue, refusal_of_adapted_rows, refusal_of_adapted_shapes
 
 __all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
 
@@ -188,6 +189,11 @@ class LoraGroup:
         self.most_rank = max(entry.rank for entry in self._entries)
         fields = [[[_fields(entry) for entry in entries] for entries in level] for level in levels]
         self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
+        self._fits_epilogue = adapters_fit_epilogue(len(levels), self.most_rank)
+
+    def fits(self, matmul: FusedLinear, rows: int) -> bool:
+        """Return whether `multiply` takes `rows` rows of the matmul."""
+        return self._fits_epilogue and matmul.takes_adapters(rows)
 
     def shrink(
         self,
@@ -228,6 +234,42 @@ class LoraGroup:
         except ValueError as error:
             raise ShapeError(f"shrink: {error}") from None
         return middle
+
+    def multiply(
+        self,
+        matmul: FusedLinear,
+        x: Tensor,
+        slots: Tensor | None = None,
+        *,
+        out: Tensor,
+        residual: Tensor | None = None,
+        looks: int | None = None,
+    ) -> Tensor:
+        """Compute `matmul(x, out, residual)` with the adapters added, in one launch, where `fits` holds.
+
+        Args:
+            matmul: the matrices of the group, with or without a norm and a gate.
+            x: float16 [T, in], aligned to 16 bytes.
+            slots: as for `shrink`.
+            out: float16 [T, outputs], gets the result.
+            residual: as for `FusedLinear`.
+            looks: how often a block of the launch polls for what others have computed before it computes that itself;
+                None: for some milliseconds.
+
+        Returns:
+            out.
+
+        Raises:
+            UnsupportedError: `fits` does not hold, or x is not aligned.
+            ShapeError, DTypeError: an operand does not fit.
+            DeviceError: the launch failed, or CUDA cannot be used.
+        """
+        check_operand("x", x, self._table)
+        try:
+            adapters = _native.MatmulAdapters(self._table, slots, self.most_rank, looks=looks)
+            return matmul.adapted(x, out, adapters, residual)
+        except ValueError as error:
+            raise ShapeError(f"multiply: {error}") from None
 
     def expand(
         self,

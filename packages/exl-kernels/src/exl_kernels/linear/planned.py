@@ -40,6 +40,7 @@ class PlannedMatmul(ABC):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
+        adapted: bool = False,
     ) -> _native.MatmulPlan | None:
         """Return the plan of a call; None where a matrix is not quantized."""
 
@@ -82,6 +83,11 @@ class PlannedMatmul(ABC):
     def takes_at_once(self, rows: int) -> bool:
         """Return whether one launch takes `rows` aligned rows."""
         return self._plan(rows) is not None
+
+    def takes_adapters(self, rows: int) -> bool:
+        """Return whether the launch of `rows` aligned rows can add adapters, before gate and residual."""
+        plan = self._planned(rows, adapted=True)
+        return plan is not None and plan.joined and plan.rows == rows
 
     def takes_packed(self, rows: int) -> bool:
         """Return whether the preceding matmul can pack the input of a call of `rows` rows (`FusedLinear.chained`)."""
@@ -139,6 +145,7 @@ class ShapedMatmul(PlannedMatmul):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
+        adapted: bool = False,
     ) -> _native.MatmulPlan | None:
         if not self._shapes or not (aligned_input and aligned_output):
             return None
@@ -149,16 +156,18 @@ class ShapedMatmul(PlannedMatmul):
             norm=self._norm is not None,
             layer=self._norm == "layer",
             residual=residual,
+            adapted=adapted,
         )
 
-    def selection(self, rows: int, *, residual: bool = False) -> Selection | None:
+    def selection(self, rows: int, *, residual: bool = False, adapted: bool = False) -> Selection | None:
         """Return the kernel of a call of `rows` rows; None for a float matrix.
 
         Args:
             rows: number of rows.
             residual: a residual is added.
+            adapted: adapters are added in the same launch.
         """
-        plan = self._planned(rows, residual)
+        plan = self._planned(rows, residual, adapted=adapted)
         return None if plan is None else Selection.of(plan.kernel, plan.refused, joined=plan.joined)
 
 

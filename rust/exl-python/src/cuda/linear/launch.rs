@@ -2,11 +2,12 @@
 
 use exl_cuda::ops::Target;
 use exl_cuda::ops::linear::select::{Call, Kernel, Plan, Planned};
-use exl_cuda::ops::linear::{self, Half, batch, few, ring};
+use exl_cuda::ops::linear::{self, Half, batch, few, lora, ring};
 use exl_cuda::{Capabilities, CudaError};
 use pyo3::prelude::*;
 
 use super::{CudaLinearGroup, NextInput, NormPrologue};
+use crate::cuda::lora::MatmulAdapters;
 use crate::cuda::operands::kind;
 use crate::cuda::{expect, target};
 use crate::operands::Launch;
@@ -25,6 +26,7 @@ pub(super) struct Operands<'a> {
     pub(super) next: Option<&'a NextInput>,
     pub(super) chained: bool,
     pub(super) input_activation: Option<i32>,
+    pub(super) adapters: Option<&'a MatmulAdapters>,
 }
 
 impl Operands<'_> {
@@ -47,6 +49,10 @@ impl Operands<'_> {
             self.input_activation.is_none() || self.plan.activates_input,
             "this plan applies no activation to its input",
         )?;
+        expect(
+            self.plan.call.epilogue.adapted == self.adapters.is_some(),
+            "the plan has an epilogue of adapters, or none, where the call differs",
+        )?;
         self.check_input()?;
         self.check_results()?;
         self.check_memory(caps)?;
@@ -64,6 +70,7 @@ impl Operands<'_> {
         let bias = self.norm.and_then(|norm| norm.bias.as_ref());
         all.extend(bias.map(|bias| ("norm bias", bias)));
         all.extend(self.next.map(|next| ("next", &next.scratch)));
+        all.extend(self.adapters.into_iter().flat_map(MatmulAdapters::tensors));
         let to = target(&all, launch)?;
         expect(
             to.device == self.group.device,
@@ -191,7 +198,7 @@ impl Operands<'_> {
     }
 
     /// The operands of `gemv_ring` and `gemm_few`.
-    fn matmul(&self) -> ring::Matmul {
+    fn matmul(&self, adapters: Option<lora::Group>) -> ring::Matmul {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
         ring::Matmul {
             x,
@@ -206,15 +213,31 @@ impl Operands<'_> {
                 .norm
                 .filter(|_| self.x.is_some())
                 .map(NormPrologue::argument),
+            adapters: adapters.map(|group| (group, address(self.exchange.as_ref()))),
         }
     }
 
-    pub(super) fn gemv_ring(&self, to: Target) -> Result<(), CudaError> {
+    /// The adapters of the rows, whose sizes fit the matrices.
+    pub(super) fn adapters(&self) -> PyResult<Option<lora::Group>> {
+        let Some(rows) = self.adapters else {
+            return Ok(None);
+        };
+        let group = rows.checked(self.plan.call.rows, self.group.matrices.len())?;
+        let y = self.y.as_ref().map(|y| y.dtype);
+        expect(y == Some(DType::F16), "adapters are added to float16 alone")?;
+        Ok(Some(group))
+    }
+
+    pub(super) fn gemv_ring(
+        &self,
+        to: Target,
+        adapters: Option<lora::Group>,
+    ) -> Result<(), CudaError> {
         let Planned::Ring(plan) = &self.plan.planned else {
             return Err(self.unplanned());
         };
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        unsafe { ring::launch(to, &self.group.parts(), &self.matmul(), plan) }
+        unsafe { ring::launch(to, &self.group.parts(), &self.matmul(adapters), plan) }
     }
 
     pub(super) fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
@@ -253,7 +276,7 @@ impl Operands<'_> {
         });
         launch(&few::Call {
             matrices: &self.group.parts(),
-            op: &self.matmul(),
+            op: &self.matmul(None),
             input,
             scratch: self.scratch(),
             next,

@@ -11,6 +11,7 @@ use exl_cuda::{Capabilities, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::cuda::lora::MatmulAdapters;
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::select::RefusedKernel;
 use crate::cuda::{activation_kind, expect};
@@ -220,7 +221,12 @@ impl CudaLinearGroup {
         self.activation.filter(|_| self.matrices.len() == 1)
     }
 
-    fn epilogue(&self, (norm, layer): (bool, bool), residual: bool, bf16: bool) -> Epilogue {
+    fn epilogue(
+        &self,
+        (norm, layer): (bool, bool),
+        (residual, adapted): (bool, bool),
+        bf16: bool,
+    ) -> Epilogue {
         Epilogue {
             gate: self.gate().is_some(),
             activation: self.activation_of_all().is_some(),
@@ -228,6 +234,7 @@ impl CudaLinearGroup {
             layer,
             residual,
             bf16,
+            adapted,
         }
     }
 }
@@ -266,8 +273,9 @@ impl CudaLinearGroup {
     }
 
     /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-    /// aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows.
-    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, layer=false, residual=false, aligned_input=true, aligned_output=true, invariant=false))]
+    /// aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows;
+    /// `adapted`: the launch adds adapters.
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, layer=false, residual=false, aligned_input=true, aligned_output=true, invariant=false, adapted=false))]
     #[allow(clippy::fn_params_excessive_bools, clippy::too_many_arguments)] // one keyword each
     fn plan(
         &self,
@@ -280,10 +288,11 @@ impl CudaLinearGroup {
         aligned_input: bool,
         aligned_output: bool,
         invariant: bool,
+        adapted: bool,
     ) -> PyResult<MatmulPlan> {
         let call = Call {
             rows,
-            epilogue: self.epilogue((norm, layer), residual, bfloat16),
+            epilogue: self.epilogue((norm, layer), (residual, adapted), bfloat16),
             aligned_input,
             aligned_output,
             invariant,
@@ -330,7 +339,10 @@ impl CudaLinearGroup {
     ) -> PyResult<MatmulPlan> {
         let kernel = Kernel::named(kernel)
             .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
-        let call = Call::aligned(rows, self.epilogue((norm, false), residual, bfloat16));
+        let call = Call::aligned(
+            rows,
+            self.epilogue((norm, false), (residual, false), bfloat16),
+        );
         let tuning = tuned(kernel, &tuning.unwrap_or_default())?;
         let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
         plan.map(|plan| MatmulPlan { plan })
@@ -342,7 +354,8 @@ impl CudaLinearGroup {
     /// `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
     /// `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
     /// to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
-    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false, input_activation=None))]
+    /// `adapters`: of the rows, if the plan is for them.
+    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false, input_activation=None, adapters=None))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn run(
         &self,
@@ -358,6 +371,7 @@ impl CudaLinearGroup {
         next: Option<&NextInput>,
         chained: bool,
         input_activation: Option<&str>,
+        adapters: Option<&MatmulAdapters>,
     ) -> PyResult<()> {
         let call = Operands {
             group: self,
@@ -371,10 +385,12 @@ impl CudaLinearGroup {
             next,
             chained,
             input_activation: input_activation.map(activation_number).transpose()?,
+            adapters,
         };
         let to = call.check(|| self.caps(py), launch)?;
+        let adapters = call.adapters()?;
         let done = match plan.plan.kernel {
-            Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
+            Kernel::GemvRing => py.detach(|| call.gemv_ring(to, adapters)),
             Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
             Kernel::GemmDirect => py.detach(|| call.gemm_direct(to)),
             Kernel::GemmBatch => py.detach(|| call.gemm_batch(to)),

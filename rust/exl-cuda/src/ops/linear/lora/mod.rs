@@ -13,7 +13,7 @@ use crate::ops::{Target, index32};
 use crate::parameters::kernels;
 use select::Kernel;
 
-/// `struct LoraEntry` of `kernels/linear/lora.cu`: the adapter of one slot for one matrix, as device addresses.
+/// `struct LoraEntry` of `kernels/linear/adapters.cuh`: the adapter of one slot for one matrix, as device addresses.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct LoraEntry {
@@ -29,7 +29,69 @@ pub struct LoraEntry {
     pub rank: i64,
 }
 
-assert_layout!(LoraEntry, lora::LoraEntry, { a, b, scale, bias, rank });
+assert_layout!(LoraEntry, adapters::LoraEntry, { a, b, scale, bias, rank });
+
+/// `struct AdapterRows` of `kernels/linear/adapters.cuh`: the adapters that the epilogue of a matmul adds.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterRows {
+    table: usize,
+    slots: usize,
+    exchange: usize,
+    sets: i32,
+    looks: i32,
+    staged_at: u32,
+    tiles: i32,
+    slices_at: u32,
+}
+
+assert_layout!(AdapterRows, adapters::AdapterRows, { table, slots, exchange, sets, looks, staged_at, tiles, slices_at });
+
+/// Shared memory of a matmul that adds adapters: where its parts begin, and tiles of 16 features for which there is room, for each row.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Staging {
+    pub(super) at: u32,
+    pub(super) tiles: i32,
+    pub(super) slices_at: u32,
+}
+
+impl Staging {
+    /// The shared memory of a block of `tiles` tiles, one of `blocks`, behind `at`, and its end. `inputs`, `rows`, `matrices`: of the matmul.
+    pub(super) fn new(
+        at: usize,
+        tiles: usize,
+        blocks: usize,
+        (inputs, rows, matrices): (usize, usize, usize),
+    ) -> (Self, usize) {
+        let at = at.next_multiple_of(16);
+        let slices_at = at + rows * tiles * STAGED_TILE;
+        let slices = (rows * matrices * select::EPILOGUE_RANKS * SUMS).div_ceil(blocks);
+        let pieces = inputs.div_ceil(SUMS * PIECE);
+        let staging = Self {
+            at: at as u32,
+            tiles: tiles as i32,
+            slices_at: slices_at as u32,
+        };
+        (staging, slices_at + slices * pieces * STAGED_PIECE)
+    }
+}
+
+/// Bytes of [`Staging`] of a tile of a row.
+const STAGED_TILE: usize = 1120;
+/// Elements of a piece of a slice, and its bytes of [`Staging`].
+const PIECE: usize = 256;
+const STAGED_PIECE: usize = 1024;
+/// How often a block polls for the sums of others, some milliseconds, before it computes them itself.
+const LOOKS: i32 = 8192;
+/// Partial sums of a row times a column of A, and words of the workspace before them.
+const SUMS: usize = 8;
+const EXCHANGE_SUMS: usize = 32;
+assert_constants!(adapters, { STAGED_TILE == STAGED_TILE, PIECE == PIECE, STAGED_PIECE == STAGED_PIECE, SUMS == SUMS, EXCHANGE_SUMS == EXCHANGE_SUMS });
+
+/// Bytes of the inter-block workspace of a matmul of `matrices` matrices that adds the adapters of `rows` rows.
+pub(super) const fn exchange_bytes(rows: usize, matrices: usize) -> usize {
+    4 * (EXCHANGE_SUMS + rows * matrices * select::EPILOGUE_RANKS * SUMS)
+}
 
 impl LoraEntry {
     /// Python writes tables of entries, as rows of 64-bit integers.
@@ -142,7 +204,7 @@ pub struct Group {
     pub table: usize,
     /// `[rows]` i32: the set of each row; negative: none. 0: the first set for all rows.
     pub slots: usize,
-    /// `[rows, levels * matrices * most_rank]` FP32.
+    /// `[rows, levels * matrices * most_rank]` FP32; 0 for a matmul that adds the adapters itself.
     pub middle: usize,
     pub rows: usize,
     pub sets: usize,
@@ -150,6 +212,28 @@ pub struct Group {
     pub levels: usize,
     /// The largest rank in the table.
     pub most_rank: usize,
+    /// How often a block of a matmul that adds the adapters polls for the results of others, for tests.
+    pub looks: Option<i32>,
+}
+
+impl Group {
+    /// The argument of a matmul that adds the adapters itself, if [`select::fits_epilogue`]; `exchange`: of [`exchange_bytes`].
+    pub(super) fn argument(
+        &self,
+        staging: Staging,
+        exchange: usize,
+    ) -> Result<AdapterRows, CudaError> {
+        Ok(AdapterRows {
+            table: self.table,
+            slots: self.slots,
+            exchange,
+            sets: index32("sets", self.sets)?,
+            looks: self.looks.unwrap_or(LOOKS),
+            staged_at: staging.at,
+            tiles: staging.tiles,
+            slices_at: staging.slices_at,
+        })
+    }
 }
 
 /// The input of [`shrink`], as device addresses.

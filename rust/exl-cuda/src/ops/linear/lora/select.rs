@@ -6,7 +6,7 @@ use crate::abi::assert_constants;
 use crate::ops::elementwise::select::MOST_PACKED_WIDTH;
 use crate::ops::linear::ring::MATRICES;
 use crate::ops::linear::select::is_invariant;
-use crate::rows::PACKED_ROWS;
+use crate::rows::{GEMV_ROWS, PACKED_ROWS};
 
 /// Kernels of adapters: those that multiply by A (`Shrink`) and those that multiply by B and add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +95,18 @@ pub fn takes_shapes(in_features: usize, widths: &[usize]) -> Result<(), Refusal>
         }
     }
     Ok(())
+}
+
+/// Most ranks of adapters that a matmul adds itself.
+pub(super) const EPILOGUE_RANKS: usize = 32;
+assert_constants!(adapters, { EPILOGUE_RANKS == EPILOGUE_RANKS, ADAPTED_ROWS == ADAPTED_ROWS });
+
+/// Most rows of a matmul that adds adapters itself ([`crate::ops::linear::select::Epilogue::adapted`]).
+pub const ADAPTED_ROWS: usize = GEMV_ROWS;
+
+/// Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
+pub const fn fits_epilogue(levels: usize, most_rank: usize) -> bool {
+    levels == 1 && most_rank <= EPILOGUE_RANKS
 }
 
 /// Inputs that a lane reads at once, and outputs that it writes.

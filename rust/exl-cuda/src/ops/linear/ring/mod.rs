@@ -2,8 +2,9 @@
 
 mod plan;
 
+use super::batch::COUNTERS;
 use super::select::{Epilogue, Refusal};
-use super::{Half, Matrix};
+use super::{Half, Matrix, lora};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -51,6 +52,9 @@ pub struct Matmul {
     /// Number of the activation of all results; None with a gate.
     pub activation: Option<i32>,
     pub norm: Option<Norm>,
+    /// Added to the results before gate and residual, if the plan is for them: of `m` rows of the matrices; and the inter-block workspace
+    /// of [`exchange_bytes`].
+    pub adapters: Option<(lora::Group, usize)>,
 }
 
 impl Matmul {
@@ -63,7 +67,13 @@ impl Matmul {
 
 /// The kernels of matrices of `kind`.
 pub(super) fn kernels(kind: &str) -> Vec<String> {
-    let forms = |entry: u32| ["", "_general"].map(|form| format!("gemv_ring_{kind}_{entry}{form}"));
+    let forms = |entry: u32| {
+        [
+            format!("gemv_ring_{kind}_{entry}"),
+            format!("gemv_ring_{kind}_{entry}_general"),
+            format!("gemv_ring_adapted_{kind}_{entry}"),
+        ]
+    };
     [128, 32].into_iter().flat_map(forms).collect()
 }
 
@@ -72,6 +82,16 @@ pub(super) fn kernels(kind: &str) -> Vec<String> {
 pub struct Tuning {
     pub slots: i32,
     pub window: i32,
+}
+
+/// Bytes of the inter-block workspace of a launch, all ones before and after it; 0 for none.
+pub(super) const fn exchange_bytes(matrices: &[&Matrix], rows: usize, epilogue: Epilogue) -> usize {
+    if epilogue.adapted {
+        // The counters of `gemm_batch` keep counting; behind them all is ones between launches.
+        COUNTERS * 4 + lora::exchange_bytes(rows, matrices.len())
+    } else {
+        0
+    }
 }
 
 /// Whether one launch takes `rows` rows of these matrices.
@@ -132,6 +152,7 @@ pub unsafe fn launch(
         mut task,
         shared,
         deal,
+        staging,
     } = plan.clone();
     (task.x, task.x_kind) = (op.x, op.x_type as i32);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
@@ -153,7 +174,10 @@ pub unsafe fn launch(
     task.y_stride = if gated { columns / 2 } else { columns };
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
     let form = if task.is_general() { "_general" } else { "" };
-    let kernel = format!("gemv_ring_{kind}_{entry}{form}");
+    let kernel = match op.adapters {
+        Some(_) => format!("gemv_ring_adapted_{kind}_{entry}"),
+        None => format!("gemv_ring_{kind}_{entry}{form}"),
+    };
     let launch = Launch {
         kernel: &kernel,
         grid: [deal.blocks as u32, 1, 1],
@@ -162,6 +186,14 @@ pub unsafe fn launch(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    // SAFETY: the caller guarantees that the addresses are valid.
+    if let Some((group, exchange)) = op.adapters {
+        let mut arguments = kernels::GemvRingAdapted {
+            p: task,
+            a: group.argument(staging, exchange + COUNTERS * 4)?,
+        };
+        // SAFETY: the caller guarantees that the addresses are valid.
+        return unsafe { launch.run(device, &mut arguments) };
+    }
+    // SAFETY: as above.
     unsafe { launch.run(device, &mut kernels::GemvRing { p: task }) }
 }

@@ -5,6 +5,8 @@ use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::features::Feature;
 use crate::layout::TILE;
+use crate::ops::linear::lora::Staging;
+use crate::ops::linear::lora::select::ADAPTED_ROWS;
 use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
 use crate::rows::FEW_ROWS;
@@ -107,6 +109,8 @@ pub struct Plan {
     pub(super) task: Task,
     pub(super) shared: usize,
     pub(super) deal: Deal,
+    /// Of adapters.
+    pub(super) staging: Staging,
 }
 
 /// Division of tiles (pairs of tiles if gated) among blocks.
@@ -206,8 +210,26 @@ fn check(
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
-    check_rows(m, FEW_ROWS)?;
+    check_rows(
+        m,
+        if epilogue.adapted {
+            ADAPTED_ROWS
+        } else {
+            FEW_ROWS
+        },
+    )?;
     check_alike(matrices, epilogue.gate)?;
+    let long = || matrices[0].in_features() > SHORT_ROW_FEATURES;
+    // B is copied eight features at a time.
+    let eights = matrices.iter().all(|a| a.out_features().is_multiple_of(8));
+    if epilogue.adapted && !eights {
+        return Err(Refusal::Matrices("outputs in eights"));
+    }
+    if epilogue.adapted && (epilogue.layer || epilogue.activation || epilogue.bf16 || long()) {
+        return Err(Refusal::Operands(
+            "adapters of halves of up to 16,384 features, with an RMS norm, a gate or a residual",
+        ));
+    }
     // The kernel's 512 threads hold a whole row if they need its sum or maximum first.
     let widest = match epilogue {
         Epilogue { norm: true, .. } => 8192,
@@ -327,8 +349,9 @@ pub(super) fn plan(
 ) -> Result<Plan, Refusal> {
     check(caps, matrices, m, epilogue)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
-    // 1 KB for the kernel's static arrays.
-    let space = caps.shared_per_block.checked_sub(1024).ok_or(full)?;
+    // For the kernel's static arrays.
+    let fixed = if epilogue.adapted { 2048 } else { 1024 };
+    let space = caps.shared_per_block.checked_sub(fixed).ok_or(full)?;
     let Stages {
         begin,
         stride,
@@ -353,11 +376,21 @@ pub(super) fn plan(
     };
     let layout_of =
         |slots: usize| Layout::new(matrices, slots, stride, (m, columns, gates), x_stride);
+    // The end of a block's shared memory whose layout ends at `bytes`, with the part for adapters.
+    let staged = |bytes: usize| {
+        if !epilogue.adapted {
+            return (Staging::default(), bytes);
+        }
+        let tiles = deal.most() * if epilogue.gate { 2 } else { 1 };
+        let sizes = (matrices[0].in_features(), m, matrices.len());
+        Staging::new(bytes, tiles, deal.blocks, sizes)
+    };
     let (slots, layout) = candidates
         .rev()
         .map(|slots| (slots, layout_of(slots)))
-        .find(|(_, layout)| layout.bytes <= space)
+        .find(|(_, layout)| staged(layout.bytes).1 <= space)
         .ok_or(full)?;
+    let (staging, bytes) = staged(layout.bytes);
     let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
     let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
     let task = Task {
@@ -391,8 +424,9 @@ pub(super) fn plan(
     };
     Ok(Plan {
         task,
-        shared: layout.bytes.max(LEAST_SHARED.min(space)),
+        shared: bytes.max(LEAST_SHARED.min(space)),
         deal,
+        staging,
     })
 }
 
@@ -410,6 +444,7 @@ mod tests {
         layer: false,
         residual: false,
         bf16: false,
+        adapted: false,
     };
 
     #[test]

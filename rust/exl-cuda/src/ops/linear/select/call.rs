@@ -48,11 +48,13 @@ pub struct Epilogue {
     pub residual: bool,
     /// Activations are BF16, which are scaled by row.
     pub bf16: bool,
+    /// Low-rank adapters of each row are added to the results, before gate and residual.
+    pub adapted: bool,
 }
 
 impl Epilogue {
     pub(super) fn is_some(self) -> bool {
-        self.gate || self.activation || self.norm || self.residual
+        self.gate || self.activation || self.norm || self.residual || self.adapted
     }
 }
 

@@ -107,6 +107,9 @@ impl Kernel {
     fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
         let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
+        if epilogue.adapted && self != Self::GemvRing {
+            return Err(Refusal::Operands("no adapters"));
+        }
         // For more rows, a launch of the LayerNorm that packs the input of a faster kernel repays.
         if epilogue.layer && (self != Self::GemvRing || rows > GEMV_ROWS) {
             return Err(Refusal::Operands("an RMS norm"));

@@ -125,7 +125,10 @@ impl Plan {
             self.call.epilogue.activation && self.kernel == Kernel::GemmBatch;
         match self.kernel {
             // `add_launch` knows the memory of a direct launch.
-            Kernel::GemvRing | Kernel::GemmDirect | Kernel::GemmLarge => {}
+            Kernel::GemvRing => {
+                self.exchange_bytes = ring::exchange_bytes(matrices, rows, self.call.epilogue);
+            }
+            Kernel::GemmDirect | Kernel::GemmLarge => {}
             Kernel::GemmFew => {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
             }

@@ -16,6 +16,7 @@ const PLAIN: Epilogue = Epilogue {
     layer: false,
     residual: false,
     bf16: false,
+    adapted: false,
 };
 const NORM: Epilogue = Epilogue {
     norm: true,
@@ -26,6 +27,55 @@ const RESIDUAL: Epilogue = Epilogue {
     residual: true,
     ..PLAIN
 };
+
+#[test]
+fn only_the_ring_adds_adapters_to_one_or_two_rows_of_halves() {
+    let made = sized(16, 2064, 4096);
+    let long = sized(72, 2064, 4096);
+    let joins = |name, matrix: &Matrix, rows, epilogue| {
+        let call = Call::aligned(
+            rows,
+            Epilogue {
+                adapted: true,
+                ..epilogue
+            },
+        );
+        let found = plan(&card(name, RELEASE), &[matrix, matrix], call);
+        assert!(!found.joined || found.kernel == Kernel::GemvRing);
+        found.joined
+    };
+    let gate = Epilogue {
+        gate: true,
+        ..PLAIN
+    };
+    for rows in 1..=FEW_ROWS + 1 {
+        for epilogue in [PLAIN, NORM, GATE, gate, RESIDUAL] {
+            assert_eq!(
+                joins("H100", &made, rows, epilogue),
+                rows <= GEMV_ROWS,
+                "{rows} {epilogue:?}"
+            );
+            assert!(!joins("3090", &made, rows, epilogue), "it has no ring");
+        }
+    }
+    for epilogue in [
+        Epilogue {
+            layer: true,
+            ..NORM
+        },
+        Epilogue {
+            bf16: true,
+            ..PLAIN
+        },
+        Epilogue {
+            activation: true,
+            ..PLAIN
+        },
+    ] {
+        assert!(!joins("H100", &made, 1, epilogue), "{epilogue:?}");
+    }
+    assert!(!joins("H100", &long, 1, PLAIN), "18,432 features");
+}
 
 /// The matmuls of a layer of an 8B Llama at 4 bits, and its head.
 fn layer() -> [(&'static str, Vec<Matrix>, Epilogue); 5] {
@@ -400,14 +450,14 @@ proptest! {
         bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
         outs in proptest::collection::vec(1usize..400, 1..4),
         rows in 1usize..100,
-        flags in any::<[bool; 4]>(),
+        flags in any::<[bool; 5]>(),
     ) {
         let caps = known.with(RELEASE);
         let made: Vec<Matrix> = outs.iter().map(|n| sized(units, bytes, 16 * n)).collect();
         let all: Vec<&Matrix> = made.iter().collect();
-        let [gate, norm, residual, bf16] = flags;
+        let [gate, norm, residual, bf16, adapted] = flags;
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16 };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapted };
         let found = plan(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
@@ -487,7 +537,7 @@ proptest! {
             .collect();
         let all: Vec<&Matrix> = all.iter().collect();
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16 };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapted: false };
         let call = Call { rows, epilogue, aligned_input, aligned_output, invariant };
         let made = plan(&caps, &all, call);
         let alone = plan_alone(&caps, all[0], call);

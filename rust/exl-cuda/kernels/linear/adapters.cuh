@@ -1,0 +1,42 @@
+// Low-rank adapters as kernels read them: a table of entries, and the entry of each row.
+#pragma once
+#include "common/abi.cuh"
+#include "common/common.cuh"
+
+// The adapter of one slot for one matrix [in, out].
+struct LoraEntry {
+  const __half* a;     // [rank, in]
+  const __half* b;     // [rank, out]
+  const float* scale;  // [rank]
+  const float* bias;   // [out], or null
+  int64_t rank;        // 0: no adapter
+};
+ABI_SIZE(LoraEntry, 40); ABI_AT(LoraEntry, a, 0); ABI_AT(LoraEntry, b, 8); ABI_AT(LoraEntry, scale, 16); ABI_AT(LoraEntry, bias, 24);
+ABI_AT(LoraEntry, rank, 32);
+
+// The entry of a row: slot `slots[row]`, or slot 0 for all rows without `slots`; null if the row has no adapter.
+DEVICE const LoraEntry* entry_of(const LoraEntry* table, const int* slots, int row) {
+  const int slot = slots ? slots[row] : 0;
+  return slot < 0 || table[slot].rank == 0 ? nullptr : table + slot;
+}
+
+// The adapters that a matmul of one or two rows adds to the results of one to three matrices.
+struct AdapterRows {
+  const LoraEntry* table;  // [matrices, sets]
+  const int* slots;        // [rows]: the set of each row, negative for none; null: the first set for all rows
+  float* exchange;         // all ones between launches: a counter of blocks, and from EXCHANGE_SUMS on [rows, matrices, EPILOGUE_RANKS, SUMS]
+  int sets;
+  int looks;           // how often a block polls for the sums of others before it computes them itself
+  uint32_t staged_at;  // shared memory for `tiles` tiles of each row (`Staged` in ring_adapters.cuh)
+  int tiles;           // most tiles of a block
+  uint32_t slices_at;  // shared memory for slices of columns of A
+};
+ABI_SIZE(AdapterRows, 48); ABI_AT(AdapterRows, table, 0); ABI_AT(AdapterRows, slots, 8); ABI_AT(AdapterRows, exchange, 16);
+ABI_AT(AdapterRows, sets, 24); ABI_AT(AdapterRows, looks, 28); ABI_AT(AdapterRows, staged_at, 32); ABI_AT(AdapterRows, tiles, 36);
+ABI_AT(AdapterRows, slices_at, 40);
+
+// Most rows and ranks of such a matmul. SUMS: partial sums of a row times a column of A, those of the warps of `lora_shrink`'s block.
+// STAGED_TILE: bytes of shared memory of a tile of 16 features of a row.
+constexpr int ADAPTED_ROWS = 2, EPILOGUE_RANKS = 32, STAGED_TILE = 1120, SUMS = 8, EXCHANGE_SUMS = 32;
+// Elements of a piece of a slice, and bytes of it in shared memory: of A, and places in the input.
+constexpr int PIECE = 256, STAGED_PIECE = 1024;
