@@ -18,6 +18,7 @@ from torch import Tensor
 
 from exl_kernels import _native
 from exl_kernels.device import require_cuda
+from exl_kernels.formats import Exl2Parts
 from exl_kernels.linear.workspace import block_workspace
 
 SHAPES = {
@@ -28,9 +29,9 @@ SHAPES = {
     "o": (4096, 4096),
 }
 ROTATE = 768 << 20
-Tuning = tuple[int, int]
+Tuning = _native.MatmulTuning
 """Slots and window of the ring."""
-TUNINGS: list[Tuning] = [(8, 2), (8, 3), (8, 4), (10, 2), (10, 7), (5, 2), (7, 3)]
+TUNINGS = [(8, 2), (8, 3), (8, 4), (10, 2), (10, 7), (5, 2), (7, 3)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ MIXED = [Plan("5+4", ((5, 0.125), (4, 0.875))), Plan("4+3", ((4, 0.25), (3, 0.75
 ORDERED = Plan("4, no permutation", ((4, 1.0),), permuted=False)
 
 
-def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def random_exl2(k: int, n: int, plan: Plan) -> Exl2Parts:
     groups = plan.groups(k)
     first, table = 0, []
     for bits in groups:
@@ -66,7 +67,7 @@ def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Ten
     def words(*shape: int) -> Tensor:
         return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda").cpu()
 
-    return (
+    return Exl2Parts(
         words(first, n),
         words(len(groups), n // 8),
         (torch.rand(len(groups)) * 0.01 + 0.002).half(),
@@ -105,7 +106,7 @@ class Rotating:
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
         group, rows = self.groups[copy % len(self.groups)], x.shape[0]
-        plan = group.plan_alone(rows) if tuning is None else group.plan_with("gemv_ring", rows, tuning=list(tuning))
+        plan = group.plan_alone(rows) if tuning is None else group.plan_with("gemv_ring", rows, tuning=tuning)
         stream = torch.cuda.current_stream().cuda_stream
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda") if plan.scratch_bytes else None
         exchange = block_workspace(x.device, stream, plan.exchange_bytes)
@@ -184,15 +185,15 @@ def tune(common: dict[str, object], roof: float) -> bool:
         x = torch.randn(1, matrix.k, device="cuda", dtype=torch.float16)
         y = torch.empty(1, matrix.n, device="cuda", dtype=torch.float16)
         right &= matrix.error(x) < 1e-3
-        for tuning in TUNINGS:
-            us = matrix.time(x, y, True, tuning).p50
+        for slots, window in TUNINGS:
+            us = matrix.time(x, y, True, Tuning.ring(slots=slots, window=window)).p50
             share = 100 * matrix.bytes / us * 1e6 / roof
             emit(
                 {
                     **common,
                     "bench": "gemv",
                     "shape": shape,
-                    "slots_window": tuning,
+                    "slots_window": (slots, window),
                     "us_pdl": us,
                     "pct_of_read_roof": share,
                 }

@@ -36,6 +36,7 @@ from exl_core.layers import (
     PositionEmbedding,
 )
 from exl_kernels import _native
+from exl_kernels.formats import Exl2Parts, GptqFormat, GptqParts
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 
@@ -114,14 +115,11 @@ class _Copies:
         self.layout = None
         if on_gpus:
             if format == "exl2":
-                t = tensors
-                exl2 = (t["q_weight"], t["q_scale"], t["q_scale_max"], t["q_groups"], t["q_invperm"])
+                exl2 = Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
                 self.layout = _native.CudaLayout.from_exl2("random", exl2, 16)
             else:
-                gptq = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
-                self.layout = _native.CudaLayout.from_gptq(
-                    "random", gptq, bits=4, v2=False, group_size=None, threads=16
-                )
+                gptq = GptqParts(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
+                self.layout = _native.CudaLayout.from_gptq("random", gptq, GptqFormat(), 16)
 
     def make(self, name: str, device: torch.device, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
         """With a bias of zeros, if it is to have one."""

@@ -86,8 +86,5 @@ def same(a: Sampled | Failure, b: Sampled | Failure) -> bool:
     return (a.token, a.probability) == (b.token, b.probability) and tops[0] == tops[1]
 
 
-LEFT = -3  # an answer: the row is left to the CPU
-
-
 def on_gpu(row: Row) -> Row:
     return replace(row, logits=row.logits.cuda(), negative=None if row.negative is None else row.negative.cuda())

@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_kernels import _native, cuda_ops
 from exl_kernels.device import cuda_status, require_cuda
 from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
+from exl_kernels.formats import Exl2Parts
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 
@@ -119,7 +120,7 @@ def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest
 def test_tensors_that_lie_askew_are_refused() -> None:
     """Kernels read the image by bulk copies and four maxima at a time."""
     k, n = 512, 32
-    tensors = (
+    tensors = Exl2Parts(
         torch.zeros(k // 8, n, dtype=torch.int32),
         torch.zeros(k // 128, n // 8, dtype=torch.int32),
         torch.ones(k // 128, dtype=torch.float16),

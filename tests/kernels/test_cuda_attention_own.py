@@ -332,14 +332,15 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
     wide = (65, 96, 128) if "wgmma" in Card.device(0).features else ()
     for rows in (9, 16, 23, 32, 64, *wide):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
-        most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, 0])
+        most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=_native.MatmulTuning.batch(cut=4))
         scratch = torch.zeros(most.scratch_bytes, dtype=torch.uint8, device="cuda")
         exchange = torch.full((most.exchange_bytes,), 255, dtype=torch.uint8, device="cuda")
         assert exchange.numel(), "K is shared"
         want = None
         for looks in [0, 1, 2, 3] * (1 if UNDER_A_TOOL else 8):
             y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
-            plan = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, looks])
+            tuning = _native.MatmulTuning.batch(cut=4, looks=looks)
+            plan = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=tuning)
             launch = _native.Launch(stream, looks % 2 == 0)
             group.run(plan, x, y, launch, scratch=scratch, exchange=exchange)
             want = y if want is None else want

@@ -10,6 +10,7 @@ from internals import group_of
 from linear_cases import activations, exl2, gptq
 from torch import Tensor
 
+from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import launch_matmul
 from exl_kernels.linear.fused import FusedLinear
@@ -17,18 +18,18 @@ from exl_kernels.linear.fused import FusedLinear
 pytestmark = [pytest.mark.cuda, pytest.mark.needs("bulk_copy")]
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
-PASSES = [2, 0, 0, 2]
+PASSES = _native.MatmulTuning.few(cut=2, passes=2)
 """K in halves, two passes over the tiles."""
 
 
-def product(matrix: QuantMatrix, x: Tensor, kernel: str, tuning: list[int] | None = None) -> Tensor:
+def product(matrix: QuantMatrix, x: Tensor, kernel: str, tuning: _native.MatmulTuning | None = None) -> Tensor:
     group = group_of(matrix)
     out = torch.full((len(x), matrix.out_features), float("nan"), dtype=x.dtype, device=x.device)
     launch_matmul(group, group.plan_with(kernel, len(x), bfloat16=x.dtype == torch.bfloat16, tuning=tuning), x, out)
     return out
 
 
-def assert_same(matrix: QuantMatrix, x: Tensor, tuning: list[int] | None = None) -> None:
+def assert_same(matrix: QuantMatrix, x: Tensor, tuning: _native.MatmulTuning | None = None) -> None:
     assert torch.equal(product(matrix, x, "gemm_few", tuning), product(matrix, x, "gemm_tile"))
 
 

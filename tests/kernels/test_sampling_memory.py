@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
-from exl_kernels.sampling import Plan, Row
+from exl_kernels.sampling import Plan, Row, Sampled
 from exl_kernels.sampling import cuda as sampling_cuda
 
 
@@ -45,13 +46,14 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def fill(_: _native.SamplingWorkspace, rows: list[Row], *__: Any) -> tuple[int, _native.SamplingNeeds]:
+def fill(_: _native.SamplingWorkspace, rows: list[Row], *__: Any) -> SimpleNamespace:
     """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
-    return sum(0 if row.mask is None else len(row.mask) for row in rows), _native.SamplingNeeds()
+    needed = sum(0 if row.mask is None else len(row.mask) for row in rows)
+    return SimpleNamespace(bytes=needed, count=len(rows))
 
 
-def launch(workspace: _native.SamplingWorkspace, count: int, *_: Any) -> None:
-    if workspace.rows < count:
+def launch(workspace: _native.SamplingWorkspace, staged: SimpleNamespace, *_: Any) -> None:
+    if workspace.rows < staged.count:
         raise ValueError("the workspace has fewer rows than there are requests")
 
 
@@ -67,7 +69,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(_native, "cuda_sample_fill", fill)
     monkeypatch.setattr(_native, "cuda_sample_launch", launch)
-    monkeypatch.setattr(_native, "cuda_sample_answers", lambda workspace, count: [(7, 1.0, None)] * count)
+    monkeypatch.setattr(_native, "cuda_sample_answers", lambda workspace, count: [Sampled(7, 1.0)] * count)
     return found
 
 
@@ -157,14 +159,14 @@ def test_a_launch_that_is_not_collected_yet_keeps_its_answers(memory: Memory, mo
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait for all"))
     monkeypatch.setattr(_native, "cuda_sample_launch", launch_one)
     monkeypatch.setattr(
-        _native, "cuda_sample_answers", lambda workspace, count: [(events.count("launch"), 1.0, None)] * count
+        _native, "cuda_sample_answers", lambda workspace, count: [Sampled(events.count("launch"), 1.0)] * count
     )
     first = sampling_cuda.launch(rows(1, 100))
     assert events == ["launch"]
     second = sampling_cuda.launch(rows(2, 100))
     assert events == ["launch", "wait", "launch"]
-    assert [answer[0] for answer in second.collect()] == [2, 2]
-    assert [answer[0] for answer in first.collect()] == [1]
+    assert second.collect() == [Sampled(2, 1.0)] * 2
+    assert first.collect() == [Sampled(1, 1.0)]
     assert events == ["launch", "wait", "launch", "wait"]
 
 

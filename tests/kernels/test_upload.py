@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
+from exl_kernels.formats import Exl2Parts, GptqFormat, GptqParts
 from exl_kernels.linear import QuantMatrix, upload
 from exl_kernels.linear.upload import Uploads
 
@@ -33,15 +34,14 @@ def exl2(k: int, n: int, groups: list[tuple[int, int]]) -> Exl2:
     }
 
 
-def parts_of(tensors: Exl2) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = tensors
-    return t["q_weight"], t["q_scale"], t["q_scale_max"], t["q_groups"], t["q_invperm"]
+def parts_of(tensors: Exl2) -> Exl2Parts:
+    return Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
 
 
-def gptq(k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gptq(k: int, n: int) -> GptqParts:
     scales = torch.linspace(0.01, 0.02, k // 64 * n).half().view(k // 64, n)
     group = torch.arange(k, dtype=torch.int32) // 64
-    return random_words(k // 8, n, seed=4), random_words(k // 64, n // 8, seed=5), scales, group
+    return GptqParts(random_words(k // 8, n, seed=4), random_words(k // 64, n // 8, seed=5), scales, group)
 
 
 @pytest.mark.parametrize(("k", "n", "groups"), SHAPES)
@@ -66,14 +66,14 @@ def test_parts_of_an_image_are_those_of_the_whole(k: int, n: int, groups: list[t
 
 def test_gptq_in_parts() -> None:
     parts = gptq(256, 64)
-    whole = _native.CudaLayout.from_gptq("m", parts, bits=4, v2=False, group_size=None, threads=2)
-    layout = _native.CudaLayout.from_gptq("m", parts, bits=4, v2=False, group_size=None, threads=2, pack=False)
+    whole = _native.CudaLayout.from_gptq("m", parts, GptqFormat(), 2)
+    layout = _native.CudaLayout.from_gptq("m", parts, GptqFormat(), 2, pack=False)
     assert whole.image is not None
     image = torch.zeros_like(whole.image)
     half = layout.tiles // 2 * layout.tile_bytes
-    layout.pack_gptq("m", parts, bits=4, v2=False, group_size=None, first=0, out=image[:half], threads=1)
+    layout.pack_gptq("m", parts, GptqFormat(), 0, image[:half], 1)
     first = layout.tiles // 2
-    layout.pack_gptq("m", parts, bits=4, v2=False, group_size=None, first=first, out=image[half:], threads=2)
+    layout.pack_gptq("m", parts, GptqFormat(), first, image[half:], 2)
     assert torch.equal(image, whole.image)
 
 

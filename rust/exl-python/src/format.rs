@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use exl_format::exl2::{self, Exl2Matrix, Exl2View, Plan, Search};
-use exl_format::gptq::{self, GptqView, Settings};
+use exl_format::gptq::{self, GptqMatrix, Settings};
 use exl_format::source::Weight;
 use exl_format::{FormatError, Problem, safetensors};
 use half::{bf16, f16};
@@ -17,8 +17,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::format_error;
-use crate::matrix_parts::{Exl2Parts, GptqParts, two, zeros};
-use crate::tensor::{DType, Tensor};
+use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts, two, zeros};
+use crate::tensor::{DType, Element, Tensor};
 
 /// Bytes that one task of a positional read fills.
 const READ_CHUNK: usize = 16 << 20;
@@ -29,23 +29,27 @@ fn problem(py: Python<'_>, name: &str, problem: Problem) -> PyErr {
 
 impl Exl2Parts {
     fn fill(&self, matrix: &Exl2Matrix) -> PyResult<()> {
-        copy(&matrix.q_weight, self.0.slice_mut("q_weight")?, "q_weight")?;
-        copy(&matrix.q_scale, self.1.slice_mut("q_scale")?, "q_scale")?;
-        copy(
-            &matrix.q_scale_max,
-            self.2.slice_mut("q_scale_max")?,
-            "q_scale_max",
-        )?;
-        copy(&matrix.q_groups, self.3.slice_mut("q_groups")?, "q_groups")?;
-        copy(
-            &matrix.q_invperm,
-            self.4.slice_mut("q_invperm")?,
-            "q_invperm",
-        )
+        copy(&matrix.q_weight, &self.q_weight, "q_weight")?;
+        copy(&matrix.q_scale, &self.q_scale, "q_scale")?;
+        copy(&matrix.q_scale_max, &self.q_scale_max, "q_scale_max")?;
+        copy(&matrix.q_groups, &self.q_groups, "q_groups")?;
+        copy(&matrix.q_invperm, &self.q_invperm, "q_invperm")
     }
 }
 
-fn copy<T: Copy>(from: &[T], to: &mut [T], what: &str) -> PyResult<()> {
+impl GptqParts {
+    fn fill(&self, matrix: &GptqMatrix) -> PyResult<()> {
+        let g_idx = self.g_idx.as_ref();
+        let g_idx = g_idx.ok_or_else(|| PyValueError::new_err("g_idx is missing"))?;
+        copy(&matrix.qweight, &self.qweight, "qweight")?;
+        copy(&matrix.qzeros, &self.qzeros, "qzeros")?;
+        copy(&matrix.scales, &self.scales, "scales")?;
+        copy(&matrix.g_idx, g_idx, "g_idx")
+    }
+}
+
+fn copy<T: Element>(from: &[T], to: &Tensor, what: &str) -> PyResult<()> {
+    let to = to.slice_mut::<T>(what)?;
     if from.len() != to.len() {
         return Err(PyValueError::new_err(format!(
             "{what}: output holds {} elements, the result has {}",
@@ -187,17 +191,16 @@ pub fn exl2_pack(
     parts.fill(&matrix)
 }
 
-/// Check a GPTQ matrix and return the group of each row.
+/// Check a GPTQ matrix and return (in_features, out_features).
 #[pyfunction]
 pub fn gptq_check(
     py: Python<'_>,
     name: &str,
     parts: GptqParts,
-    bits: u32,
-    v2: bool,
-    group_size: Option<usize>,
+    format: GptqFormat,
 ) -> PyResult<(usize, usize)> {
-    let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+    let view = format
+        .view(name, parts.tensors()?)
         .map_err(|error| format_error(py, &error))?;
     Ok((view.in_features(), view.out_features()))
 }
@@ -208,15 +211,13 @@ pub fn gptq_dequantize(
     py: Python<'_>,
     name: &str,
     parts: GptqParts,
-    bits: u32,
-    v2: bool,
-    group_size: Option<usize>,
+    format: GptqFormat,
     out: Tensor,
 ) -> PyResult<()> {
     let tensors = parts.tensors()?;
     let weights = out.slice_mut::<f16>("out")?;
     py.detach(|| {
-        let view = GptqView::new(name, tensors, bits, zeros(v2), group_size)?;
+        let view = format.view(name, tensors)?;
         view.dequantize_into(weights);
         Ok(())
     })
@@ -235,7 +236,7 @@ pub fn gptq_quantize(
     symmetric: bool,
     v2: bool,
     perm: Option<Tensor>,
-    parts: (Tensor, Tensor, Tensor, Tensor),
+    parts: GptqParts,
 ) -> PyResult<()> {
     let (source, shape) = (float_weight(&weight)?, two(&weight, "weight")?);
     let settings = Settings {
@@ -256,30 +257,56 @@ pub fn gptq_quantize(
             )
         })
         .map_err(|error| problem(py, name, error))?;
-    copy(&matrix.qweight, parts.0.slice_mut("qweight")?, "qweight")?;
-    copy(&matrix.qzeros, parts.1.slice_mut("qzeros")?, "qzeros")?;
-    copy(&matrix.scales, parts.2.slice_mut("scales")?, "scales")?;
-    copy(&matrix.g_idx, parts.3.slice_mut("g_idx")?, "g_idx")
+    parts.fill(&matrix)
 }
 
-/// Name, dtype, shape, absolute offset, bytes.
-type Entry = (String, &'static str, Vec<u64>, u64, u64);
+/// A tensor of a safetensors file.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct HeaderEntry {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<u64>,
+    /// First byte, counted from the start of the file.
+    offset: u64,
+    nbytes: u64,
+}
 
-/// Check the header of a safetensors file and return its entries in data order and its metadata.
+/// The header of a safetensors file.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct FileHeader {
+    /// In the order of the data.
+    #[pyo3(get)]
+    entries: Vec<Py<HeaderEntry>>,
+    #[pyo3(get)]
+    metadata: BTreeMap<String, String>,
+}
+
+/// Check the header of a safetensors file and return it.
 #[pyfunction]
-pub fn safetensors_header(
-    py: Python<'_>,
-    path: PathBuf,
-) -> PyResult<(Vec<Entry>, BTreeMap<String, String>)> {
+pub fn safetensors_header(py: Python<'_>, path: PathBuf) -> PyResult<FileHeader> {
     let header = py
         .detach(|| safetensors::read_header(&path))
         .map_err(|error| format_error(py, &error))?;
     let entries = header
         .tensors
         .into_iter()
-        .map(|t| (t.name, t.dtype.name, t.shape, t.offset, t.nbytes))
-        .collect();
-    Ok((entries, header.metadata))
+        .map(|tensor| {
+            let entry = HeaderEntry {
+                name: tensor.name,
+                dtype: tensor.dtype.name,
+                shape: tensor.shape,
+                offset: tensor.offset,
+                nbytes: tensor.nbytes,
+            };
+            Py::new(py, entry)
+        })
+        .collect::<PyResult<_>>()?;
+    Ok(FileHeader {
+        entries,
+        metadata: header.metadata,
+    })
 }
 
 /// Fill `out` (uint8) with the file's bytes at `offset`.

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+mod by_name;
 mod cpu;
 mod cuda;
 mod draft;
@@ -36,7 +37,9 @@ mod _native {
     #[pymodule_export]
     use crate::cpu::rope::apply_rope;
     #[pymodule_export]
-    use crate::cpu::sampling::{SamplingPlan, sample_rows, sampling_distribution, sampling_shaped};
+    use crate::cpu::sampling::{
+        NoToken, Sampled, SamplingPlan, sample_rows, sampling_distribution, sampling_shaped,
+    };
     #[pymodule_export]
     use crate::cpu::threads::{
         best_isa, isa, num_threads, pin_threads, read_bandwidth, run_empty, set_isa,
@@ -56,7 +59,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::limits::{KernelLimits, kernel_limits};
     #[pymodule_export]
-    use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
+    use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, MatmulTuning, NextInput, NormPrologue};
     #[pymodule_export]
     use crate::cuda::lora::{
         LoraRows, MatmulAdapters, cuda_lora_add, cuda_lora_expand, cuda_lora_shrink,
@@ -73,7 +76,8 @@ mod _native {
     use crate::cuda::router::{ExpertRouter, RouterPlan, cuda_plan_router};
     #[pymodule_export]
     use crate::cuda::sampling::{
-        SamplingNeeds, SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
+        SamplingConstants, SamplingWorkspace, StagedRows, cuda_sample_answers, cuda_sample_fill,
+        cuda_sample_launch,
     };
     #[pymodule_export]
     use crate::cuda::select::{
@@ -87,15 +91,17 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::{
-        ProbedDevice, cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe,
-        cuda_probe_empty, cuda_probe_read, cuda_rms_norm, cuda_rope, cuda_softcap,
+        CudaBuild, CudaProbe, ProbedDevice, cuda_activation, cuda_build, cuda_launches,
+        cuda_layer_norm, cuda_probe, cuda_probe_empty, cuda_probe_read, cuda_rms_norm, cuda_rope,
+        cuda_softcap,
     };
     #[pymodule_export]
     use crate::draft::{DraftHistory, DraftRates, DraftText};
     #[pymodule_export]
     use crate::format::{
-        exl2_check, exl2_dequantize, exl2_groups, exl2_pack, exl2_quantize, exl2_total_bits,
-        gptq_check, gptq_dequantize, gptq_quantize, read_into, safetensors_header,
+        FileHeader, HeaderEntry, exl2_check, exl2_dequantize, exl2_groups, exl2_pack,
+        exl2_quantize, exl2_total_bits, gptq_check, gptq_dequantize, gptq_quantize, read_into,
+        safetensors_header,
     };
     #[pymodule_export]
     use crate::operands::{AttentionOptions, AttentionTables, Launch, Rotation};

@@ -30,7 +30,9 @@ def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, i
     stream = torch.cuda.current_stream().cuda_stream
     for i in range(count):
         group = rot.groups[i % len(rot.groups)]
-        made = group.plan_with("gemm_batch", x.shape[0], tuning=list(plan))
+        slots, activations, cut, groups, looks = plan
+        tuning = _native.MatmulTuning.batch(slots=slots, activations=activations, cut=cut, groups=groups, looks=looks)
+        made = group.plan_with("gemm_batch", x.shape[0], tuning=tuning)
         scratch = torch.empty(made.scratch_bytes, dtype=torch.uint8, device="cuda")
         exchange = block_workspace(x.device, stream, made.exchange_bytes)
         group.run(made, x, y, _native.Launch(stream, True), scratch=scratch, exchange=exchange)

@@ -32,8 +32,9 @@ class Made:
     """A matrix of random codes, of which any number of copies can be had."""
 
     def __init__(self, k: int, n: int, plan: Plan, perm: torch.Tensor | None = None) -> None:
-        weight, scale, maximum, table, order = random_exl2(k, n, plan)
-        parts = (weight, scale, maximum, table, order if perm is None else perm.to(torch.int32))
+        parts = random_exl2(k, n, plan)
+        if perm is not None:
+            parts = parts._replace(q_invperm=perm.to(torch.int32))
         layout = self.layout = _native.CudaLayout.from_exl2(plan.name, parts, 16)
         self.units, self.maxima, self.features = layout.units.cuda(), layout.maxima.cuda(), layout.features.cuda()
         self.row_of_feature = layout.row_of_feature.cuda()
@@ -70,7 +71,8 @@ def few(
 def planned(
     group: _native.CudaLinearGroup, m: int, residual: bool, norm: bool, tuning: Tuning | None
 ) -> _native.MatmulPlan:
-    numbers = None if tuning is None else list(tuning)
+    cut, slots, window = tuning or (0, 0, 0)
+    numbers = _native.MatmulTuning.few(cut=cut, slots=slots, window=window)
     return group.plan_with("gemm_few", m, residual=residual, norm=norm, tuning=numbers)
 
 

@@ -76,18 +76,18 @@ class CudaStatus:
 
 def cuda_status() -> CudaStatus:
     """Return what this build and this machine offer. The first call opens the driver. Never raises."""
-    archs, *origin, toolkit, note = _native.cuda_build()
-    version, found, reason = _native.cuda_probe()
+    build, probe = _native.cuda_build(), _native.cuda_probe()
+    version, reason = probe.driver_version, probe.reason
     if reason is None and torch.version.cuda is None:
         reason = "this torch is a CPU-only build: install a CUDA build of torch"
     return CudaStatus(
-        built_with_cuda=not note,
-        archs=tuple(archs),
-        toolkit=toolkit,
+        built_with_cuda=not build.note,
+        archs=tuple(build.archs),
+        toolkit=build.toolkit,
         driver_version=None if version is None else f"{version[0]}.{version[1]}",
-        devices=tuple(map(_device, found)),
+        devices=tuple(map(_device, probe.devices)),
         reason=reason,
-        archs_origin=" ".join(origin),
+        archs_origin=build.origin,
     )
 
 

@@ -66,6 +66,16 @@ class GptqParts(NamedTuple):
     g_idx: Tensor | None
 
 
+class GptqFormat(NamedTuple):
+    """The properties of a GPTQ matrix that its tensors do not tell."""
+
+    bits: int = 4
+    v2: bool = False
+    """Zero points are stored as they are, not minus one."""
+    group_size: int | None = None
+    """Rows of a group; None takes the smallest power of two that gives the file's number of groups."""
+
+
 _EXL2 = {
     "q_weight": (torch.int32, 2),
     "q_scale": (torch.int32, 2),
@@ -262,7 +272,7 @@ def gptq_check(
         FormatError: the tensors violate the format, or an option is invalid.
     """
     parts = _gptq_parts(tensors, bits, name)
-    return _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
+    return _native.gptq_check(name, parts, GptqFormat(bits, _is_v2(zeros), _group_size(group_size)))
 
 
 def gptq_dequantize(
@@ -290,7 +300,7 @@ def gptq_dequantize(
         gptq_check(tensors, bits=bits, zeros=zeros, group_size=group_size, name=name), dtype=torch.float16
     )
     parts = _gptq_parts(tensors, bits, name)
-    _native.gptq_dequantize(name, parts, bits, _is_v2(zeros), _group_size(group_size), out)
+    _native.gptq_dequantize(name, parts, GptqFormat(bits, _is_v2(zeros), _group_size(group_size)), out)
     return out
 
 
@@ -329,11 +339,12 @@ def gptq_quantize(
             "GPTQ has 2, 3, 4 and 8 bits, positive group sizes and sizes in multiples of 32"
         )
     groups = -(-in_features // group_size)
-    qweight = torch.empty((in_features * bits // 32, out_features), dtype=torch.int32)
-    qzeros = torch.empty((groups, out_features * bits // 32), dtype=torch.int32)
-    scales = torch.empty((groups, out_features), dtype=torch.float16)
-    g_idx = torch.empty(in_features, dtype=torch.int32)
-    outputs = (qweight, qzeros, scales, g_idx)
+    result = GptqParts(
+        qweight=torch.empty((in_features * bits // 32, out_features), dtype=torch.int32),
+        qzeros=torch.empty((groups, out_features * bits // 32), dtype=torch.int32),
+        scales=torch.empty((groups, out_features), dtype=torch.float16),
+        g_idx=torch.empty(in_features, dtype=torch.int32),
+    )
     _native.gptq_quantize(
         name,
         weight,
@@ -342,9 +353,9 @@ def gptq_quantize(
         symmetric=symmetric,
         v2=_is_v2(zeros),
         perm=_perm(perm, name),
-        parts=outputs,
+        parts=result,
     )
-    return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": g_idx}
+    return result._asdict()
 
 
 def _gptq_parts(tensors: Mapping[str, Tensor], bits: int, name: str) -> GptqParts:

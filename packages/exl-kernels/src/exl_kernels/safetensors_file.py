@@ -93,12 +93,9 @@ def read_safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
             overlapping. The message names file and tensor.
     """
     path = Path(path)
-    rows, metadata = _native.safetensors_header(path)
-    entries = {
-        name: TensorEntry(name, dtype, tuple(shape), offset, nbytes, path)
-        for name, dtype, shape, offset, nbytes in rows
-    }
-    return SafetensorsHeader(path, entries, metadata)
+    header = _native.safetensors_header(path)
+    entries = [TensorEntry(e.name, e.dtype, tuple(e.shape), e.offset, e.nbytes, path) for e in header.entries]
+    return SafetensorsHeader(path, {entry.name: entry for entry in entries}, header.metadata)
 
 
 def read_safetensors_folder(folder: str | os.PathLike[str]) -> dict[str, TensorEntry]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import _native
 from .errors import DeviceError, ShapeError
+from .formats import Exl2Parts, GptqFormat, GptqParts
 
 __all__ = [
     "BLOCK_ROWS",
@@ -103,9 +104,6 @@ FUSED_ACTIVATIONS = LIMITS.activations
 
 RouterPlan = _native.RouterPlan
 
-_EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-
-
 NormOperation = Literal["rms", "layer", "rms parts", "add rms", "add post"]
 """The result of a launch that norms rows: an RMS norm, a LayerNorm, RMS norms of two parts of each row, x + y and its
 RMS norm, or x + norm(y) and its norm, where either norm may be absent."""
@@ -168,8 +166,8 @@ class MatrixShape:
             FormatError: the tensors do not fit the format.
             UnsupportedError: the matrix is too large for a GPU.
         """
-        q_weight, q_scale, q_scale_max, q_groups, q_invperm = (tensors[key] for key in _EXL2_PARTS)
-        return cls(_native.CudaShape.from_exl2(name, (q_weight, q_scale, q_scale_max, q_groups, q_invperm)))
+        parts = Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
+        return cls(_native.CudaShape.from_exl2(name, parts))
 
     @classmethod
     def from_gptq(
@@ -196,8 +194,8 @@ class MatrixShape:
         """
         if group_size is not None and group_size < 1:
             group_size = None
-        parts = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
-        return cls(_native.CudaShape.from_gptq(name, parts, bits, zeros == "v2", group_size))
+        parts = GptqParts(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
+        return cls(_native.CudaShape.from_gptq(name, parts, GptqFormat(bits, zeros == "v2", group_size)))
 
 
 class SamplingPlan(Protocol):

@@ -9,13 +9,12 @@ use std::sync::Arc;
 use exl_cpu::matmul::layout::QUARTERS;
 use exl_cpu::matmul::{Compute, Epilogue, QuantMatrix};
 use exl_format::exl2::Exl2View;
-use exl_format::gptq::GptqView;
 use half::{bf16, f16};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::format_error;
-use crate::matrix_parts::{Exl2Parts, GptqParts, two, zeros};
+use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts, two};
 use crate::tensor::{DType, Tensor};
 
 fn epilogue(bias: Option<&Tensor>, prescale: f32) -> PyResult<Epilogue> {
@@ -66,23 +65,21 @@ impl Matrix {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, *, bits, v2, group_size, bias, prescale, exact))]
     fn from_gptq(
         py: Python<'_>,
         name: &str,
         parts: GptqParts,
-        bits: u32,
-        v2: bool,
-        group_size: Option<usize>,
+        format: GptqFormat,
         bias: Option<Tensor>,
         prescale: f32,
         exact: bool,
     ) -> PyResult<Self> {
         let tensors = parts.tensors()?;
-        let zeros = zeros(v2);
         let epilogue = epilogue(bias.as_ref(), prescale)?;
-        let view = GptqView::new(name, tensors, bits, zeros, group_size)
+        let view = format
+            .view(name, tensors)
             .map_err(|e| format_error(py, &e))?;
+        let zeros = format.zeros();
         let inner = py.detach(|| QuantMatrix::from_gptq(&view, zeros, epilogue, compute(exact)));
         Ok(Self {
             inner: Arc::new(inner),

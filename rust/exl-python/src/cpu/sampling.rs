@@ -9,9 +9,9 @@ use exl_cpu::sampling::{
 };
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
-use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::by_name::{attribute, read_by_name};
 use crate::tensor::Tensor;
 
 /// A request's settings, an `exl_kernels.sampling.Plan`, as the CPU's and the GPU's rows use them.
@@ -163,41 +163,7 @@ pub struct Request {
     pub top_n: usize,
 }
 
-/// The value of an attribute, whose name the macro has interned.
-macro_rules! attribute {
-    ($object:expr, $name:literal) => {
-        $object.getattr(intern!($object.py(), $name))?
-    };
-}
-pub(crate) use attribute;
-
-/// Structs that are read from the objects of a class of `exl_kernels.sampling`, whose fields have the same names and types.
-macro_rules! read_by_name {
-    ($($(#[$about:meta])* struct $name:ident of $class:literal {
-        $($(#[$note:meta])* $field:ident: $kind:ty,)*
-    })*) => {$(
-        $(#[$about])*
-        struct $name {
-            $($(#[$note])* $field: $kind,)*
-        }
-
-        impl<'a, 'py> FromPyObject<'a, 'py> for $name {
-            type Error = PyErr;
-
-            #[cfg(feature = "stubs")]
-            const INPUT_TYPE: pyo3::inspect::PyStaticExpr =
-                pyo3::type_hint_identifier!("exl_kernels.sampling", $class);
-
-            fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-                Ok(Self {
-                    $($field: object.getattr(intern!(object.py(), stringify!($field)))?.extract()?,)*
-                })
-            }
-        }
-    )*};
-}
-
-read_by_name! {
+read_by_name! { "exl_kernels.sampling":
     /// The settings of a plan. 0 or None switches a transform off.
     struct Settings of "Plan" {
         /// Ids of the vocabulary.
@@ -307,8 +273,80 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Request {
     }
 }
 
-/// A token, or -1 (no candidate is left) or -2 (NaN or +inf); its probability; the first candidates with their probabilities.
-pub type Answer = (i64, f64, Option<(Vec<u32>, Vec<f64>)>);
+/// A token with its final probability.
+#[pyclass(
+    frozen,
+    get_all,
+    eq,
+    skip_from_py_object,
+    module = "exl_kernels._native"
+)]
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    token: u32,
+    probability: f64,
+    /// The first candidates by falling probability, at most `top_n` of the row.
+    top_tokens: Vec<u32>,
+    top_probabilities: Vec<f64>,
+}
+
+#[pymethods]
+impl Sampled {
+    #[new]
+    #[pyo3(signature = (token, probability, top_tokens=vec![], top_probabilities=vec![]))]
+    pub fn new(
+        token: u32,
+        probability: f64,
+        top_tokens: Vec<u32>,
+        top_probabilities: Vec<f64>,
+    ) -> Self {
+        Self {
+            token,
+            probability,
+            top_tokens,
+            top_probabilities,
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{self:?}")
+    }
+}
+
+/// No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf.
+///
+/// With a pair of prompts (CFG) `not_finite` covers every logit, allowed or not, since the mix sums over all of them.
+#[pyclass(
+    frozen,
+    get_all,
+    eq,
+    skip_from_py_object,
+    name = "Failure",
+    module = "exl_kernels._native"
+)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoToken {
+    not_finite: bool,
+}
+
+#[pymethods]
+impl NoToken {
+    #[new]
+    pub fn new(not_finite: bool) -> Self {
+        Self { not_finite }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Failure(not_finite={})", self.not_finite)
+    }
+}
+
+/// The result of sampling a row.
+#[derive(IntoPyObject)]
+pub enum Answer {
+    Sampled(Sampled),
+    Failure(NoToken),
+}
 
 /// The elements of a contiguous buffer. No other thread may write to it while the slice lives.
 pub fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a [T]> {
@@ -483,14 +521,14 @@ pub fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answe
     Ok(results.into_iter().map(answer).collect())
 }
 
-pub fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
+fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
     match result {
-        Ok(sampled) => {
-            let top = (!sampled.top.is_empty()).then(|| sampled.top.into_iter().unzip());
-            (i64::from(sampled.token), sampled.probability, top)
+        Ok(found) => {
+            let (tokens, probabilities) = found.top.into_iter().unzip();
+            let (token, probability) = (found.token, found.probability);
+            Answer::Sampled(Sampled::new(token, probability, tokens, probabilities))
         }
-        Err(Failure::Empty) => (-1, 0.0, None),
-        Err(Failure::NotFinite) => (-2, 0.0, None),
+        Err(failure) => Answer::Failure(NoToken::new(matches!(failure, Failure::NotFinite))),
     }
 }
 

@@ -6,14 +6,13 @@
 use exl_cuda::layout::{Codes, Layout, Scales};
 use exl_cuda::ops::linear::{self, Addresses, Matrix};
 use exl_format::exl2::Exl2View;
-use exl_format::gptq::GptqView;
 use half::f16;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cuda::{expect, target};
 use crate::errors::{device_error, format_error, unsupported_error};
-use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
+use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts};
 use crate::operands::Launch;
 use crate::tensor::{DType, Element, Tensor, TensorObject};
 
@@ -166,40 +165,36 @@ impl CudaLayout {
         pack_part(py, &self.layout, &view, first, &out, threads)
     }
 
-    /// As `pack_exl2`, with the arguments of `from_gptq`.
-    #[allow(clippy::too_many_arguments)] // the keywords of `from_gptq`
-    #[pyo3(signature = (name, parts, *, bits, v2, group_size, first, out, threads))]
+    /// As `pack_exl2`, with the parts and the format given to `from_gptq`.
     fn pack_gptq(
         &self,
         py: Python<'_>,
         name: &str,
         parts: GptqParts,
-        bits: u32,
-        v2: bool,
-        group_size: Option<usize>,
+        format: GptqFormat,
         first: usize,
         out: Tensor,
         threads: usize,
     ) -> PyResult<()> {
-        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+        let view = format
+            .view(name, parts.tensors()?)
             .map_err(|error| format_error(py, &error))?;
         self.expect_matrix(view.in_features(), view.out_features(), true)?;
         pack_part(py, &self.layout, &view, first, &out, threads)
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, *, bits, v2, group_size, threads, pack = true))]
+    #[pyo3(signature = (name, parts, format, threads, pack = true))]
     fn from_gptq(
         py: Python<'_>,
         name: &str,
         parts: GptqParts,
-        bits: u32,
-        v2: bool,
-        group_size: Option<usize>,
+        format: GptqFormat,
         threads: usize,
         pack: bool,
     ) -> PyResult<Self> {
-        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+        let view = format
+            .view(name, parts.tensors()?)
             .map_err(|error| format_error(py, &error))?;
         let layout = Layout::gptq(&view).map_err(|error| layout_error(py, name, &error))?;
         Self::new(py, layout, &view, threads, pack)

@@ -75,15 +75,29 @@ pub fn expect(holds: bool, what: &str) -> PyResult<()> {
     Err(PyValueError::new_err(what.to_owned()))
 }
 
-/// Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
+/// The kernels of this build.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct CudaBuild {
+    /// Architectures that the kernels were built for.
+    archs: Vec<&'static str>,
+    /// The reason for these architectures.
+    origin: &'static str,
+    /// Version of the toolkit; "" when there was none.
+    toolkit: &'static str,
+    /// The reason for missing kernels; "" when there are all.
+    note: &'static str,
+}
+
+/// Return what this build holds.
 #[pyfunction]
-pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str, &'static str) {
-    (
-        images::ARCHS.to_vec(),
-        images::ORIGIN,
-        images::TOOLKIT,
-        images::NOTE,
-    )
+pub fn cuda_build() -> CudaBuild {
+    CudaBuild {
+        archs: images::ARCHS.to_vec(),
+        origin: images::ORIGIN,
+        toolkit: images::TOOLKIT,
+        note: images::NOTE,
+    }
 }
 
 /// One visible GPU, in the driver's and torch's numbering. `exl_kernels.device.CudaDevice` documents the fields.
@@ -121,20 +135,37 @@ impl From<DeviceInfo> for ProbedDevice {
     }
 }
 
-/// Return (driver's CUDA version, devices, reason why CUDA cannot be used).
+/// The driver and the GPUs of this machine.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct CudaProbe {
+    /// Highest CUDA version that the driver supports, or None without a driver.
+    driver_version: Option<(i32, i32)>,
+    devices: Vec<Py<ProbedDevice>>,
+    /// Why CUDA cannot be used, or None.
+    reason: Option<String>,
+}
+
+/// Open the driver and return what it finds.
 #[pyfunction]
-pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<ProbedDevice>, Option<String>) {
-    py.detach(|| match (Driver::get(), devices()) {
-        (Ok(driver), Ok(found)) => {
-            let found: Vec<_> = found.into_iter().map(ProbedDevice::from).collect();
-            let reason = if found.iter().all(|device| device.reason.is_some()) {
-                found.first().and_then(|device| device.reason.clone())
-            } else {
-                None
-            };
-            (Some(driver.version()), found, reason)
-        }
-        (Err(reason), _) | (_, Err(reason)) => (None, Vec::new(), Some(reason.to_string())),
+pub fn cuda_probe(py: Python<'_>) -> PyResult<CudaProbe> {
+    let found = py.detach(|| match (Driver::get(), devices()) {
+        (Ok(driver), Ok(found)) => Ok((driver.version(), found)),
+        (Err(reason), _) | (_, Err(reason)) => Err(reason.to_string()),
+    });
+    let (driver_version, found, reason) = match found {
+        Ok((version, found)) => (Some(version), found, None),
+        Err(reason) => (None, Vec::new(), Some(reason)),
+    };
+    let usable = found.iter().any(|device| device.unsupported.is_none());
+    let first = found.first().and_then(|device| device.unsupported.clone());
+    let devices = found
+        .into_iter()
+        .map(|device| Py::new(py, ProbedDevice::from(device)));
+    Ok(CudaProbe {
+        driver_version,
+        devices: devices.collect::<PyResult<_>>()?,
+        reason: reason.or(first.filter(|_| !usable)),
     })
 }
 

@@ -10,69 +10,63 @@ use exl_cuda::ops::sampling::select::row::{self, Call, Needs, Way};
 use exl_cuda::ops::sampling::{self, Edit, Row, SEGMENT, Staging, Workspace, status};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::{Borrowed, intern};
 
-use crate::cpu::sampling::{Answer, Edits, Request, SamplingPlan, attribute, mask, only, prepared};
+use crate::by_name::read_by_name;
+use crate::cpu::sampling::{
+    Answer, Edits, NoToken, Request, Sampled, SamplingPlan, mask, only, prepared,
+};
 use crate::cuda::{expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
-/// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
-type Constants = (Option<Tensor>, Option<Tensor>);
-
-/// Inputs of the next step: the fields of `exl_kernels.sampling.TokenTarget`, by name.
-pub struct NextInputs {
-    /// int64 on the GPU.
-    ids: Tensor,
-    /// Ids are below it.
-    limit: usize,
-    /// uint8 in pinned memory, and its destination of the same size on the GPU.
-    copied: Option<(Tensor, Tensor)>,
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for NextInputs {
-    type Error = PyErr;
-
-    #[cfg(feature = "stubs")]
-    const INPUT_TYPE: pyo3::inspect::PyStaticExpr =
-        pyo3::type_hint_identifier!("exl_kernels.sampling", "TokenTarget");
-
-    fn extract(target: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        Ok(Self {
-            ids: attribute!(target, "ids").extract()?,
-            limit: attribute!(target, "limit").extract()?,
-            copied: attribute!(target, "copied").extract()?,
-        })
-    }
-}
-
-/// Launches that the rows of a call need besides shaping and choosing.
-#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+/// Constants of a plan on a GPU, made once for each GPU that samples with it.
+#[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
-pub struct SamplingNeeds {
-    /// A row needs the sum of its weights.
-    sums: bool,
-    /// A row's candidates may be too many for the choosing block's table.
-    wide: bool,
-    /// A row is mixed from two.
-    mix: bool,
+pub struct SamplingConstants {
+    bias: Option<Tensor>,
+    xtc_ignored: Option<Tensor>,
 }
 
 #[pymethods]
-impl SamplingNeeds {
+impl SamplingConstants {
+    /// `bias` float32, `xtc_ignored` int32: packed ids that XTC keeps.
     #[new]
-    #[pyo3(signature = (*, sums=false, wide=false, mix=false))]
-    fn new(sums: bool, wide: bool, mix: bool) -> Self {
-        Self { sums, wide, mix }
+    #[pyo3(signature = (*, bias=None, xtc_ignored=None))]
+    fn new(bias: Option<Tensor>, xtc_ignored: Option<Tensor>) -> PyResult<Self> {
+        let is = |tensor: &Option<Tensor>, dtype| {
+            let tensor = tensor.as_ref();
+            tensor.is_none_or(|tensor| tensor.dtype == dtype)
+        };
+        expect(
+            is(&bias, DType::F32) && is(&xtc_ignored, DType::I32),
+            "bias must be float32, xtc_ignored int32",
+        )?;
+        Ok(Self { bias, xtc_ignored })
     }
 }
 
-impl From<Needs> for SamplingNeeds {
-    fn from(needs: Needs) -> Self {
-        let Needs { sums, wide, mix } = needs;
-        Self { sums, wide, mix }
+read_by_name! { "exl_kernels.sampling":
+    /// Inputs of the next step.
+    pub struct NextInputs of "TokenTarget" {
+        /// int64 on the GPU.
+        ids: Tensor,
+        /// Ids are below it.
+        limit: usize,
+        /// uint8 in pinned memory, and its destination of the same size on the GPU.
+        copied: Option<(Tensor, Tensor)>,
     }
+}
+
+/// The rows of a call in the staging memory, and the launches that they need besides shaping and choosing.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct StagedRows {
+    count: usize,
+    /// Needed bytes. If they exceed the staging memory, the rows are not in it.
+    #[pyo3(get)]
+    bytes: usize,
+    needs: Needs,
 }
 
 /// Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
@@ -267,7 +261,7 @@ fn allowed(request: &Request, size: usize) -> PyResult<Option<Vec<i32>>> {
 /// The row as the kernels read it, and its plan.
 fn row(
     request: &Request,
-    constants: &Constants,
+    constants: Option<&SamplingConstants>,
     edits: &Grouped,
     staging: &mut Staging,
     shaped: usize,
@@ -295,7 +289,8 @@ fn row(
             exponent,
         } => (low, high, exponent, 1.0),
     };
-    let (bias, ignored) = constants;
+    let bias = constants.and_then(|constants| constants.bias.as_ref());
+    let xtc_ignored = constants.and_then(|constants| constants.xtc_ignored.as_ref());
     let negative = request.negative.as_ref().map_or(0, |t| t.ptr);
     let row = Row {
         // A mix is written to the place of the shaped row.
@@ -306,11 +301,11 @@ fn row(
         },
         positive: request.logits.ptr,
         negative,
-        bias: bias.as_ref().map_or(0, |t| t.ptr),
+        bias: bias.map_or(0, |t| t.ptr),
         mask: words.as_ref().map_or(0, |words| staging.push(words)),
         edits: [before.0, after.0],
         starts: [before.1, after.1],
-        ignored: ignored.as_ref().map_or(0, |t| t.ptr),
+        ignored: xtc_ignored.map_or(0, |t| t.ptr),
         top_p: chain.top_p,
         top_a: chain.top_a,
         min_p: chain.min_p,
@@ -327,9 +322,9 @@ fn row(
         scale: chain.scale,
         late_scale,
         size: size as i32,
-        bias_length: bias.as_ref().map_or(0, |t| t.numel().min(size) as i32),
+        bias_length: bias.map_or(0, |t| t.numel().min(size) as i32),
         mask_words: words.map_or(0, |words| words.len() as i32),
-        ignored_words: ignored.as_ref().map_or(0, |t| t.numel() as i32),
+        ignored_words: xtc_ignored.map_or(0, |t| t.numel() as i32),
         top_k: planned.top_k as i32,
         top_n: top_n as i32,
         flags: planned.flags,
@@ -338,17 +333,16 @@ fn row(
     Ok((row, planned))
 }
 
-/// Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
-/// `cuda_sample_launch`. If the needed bytes exceed the staging memory, nothing useful was written and nothing is queued. `constants`: of
-/// each request.
+/// Write the rows to the staging memory and queue its copy on `stream`. If the needed bytes exceed the staging memory, nothing useful was
+/// written and nothing is queued. `constants`: of each request; None: it has none.
 #[pyfunction]
 pub fn cuda_sample_fill(
     py: Python<'_>,
     workspace: &SamplingWorkspace,
     requests: Vec<Request>,
-    constants: Vec<Constants>,
+    constants: Vec<Option<Py<SamplingConstants>>>,
     stream: usize,
-) -> PyResult<(usize, SamplingNeeds)> {
+) -> PyResult<StagedRows> {
     let SamplingWorkspace {
         staging,
         device_copy,
@@ -357,11 +351,13 @@ pub fn cuda_sample_fill(
         ..
     } = workspace;
     let mut all = vec![("device_copy", device_copy)];
-    for (request, (bias, ignored)) in requests.iter().zip(&constants) {
+    for (request, constants) in requests.iter().zip(&constants) {
         all.push(("logits", &request.logits));
         all.extend(request.negative.as_ref().map(|t| ("negative", t)));
-        all.extend(bias.as_ref().map(|t| ("bias", t)));
-        all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
+        if let Some(SamplingConstants { bias, xtc_ignored }) = constants.as_ref().map(Py::get) {
+            all.extend(bias.as_ref().map(|t| ("bias", t)));
+            all.extend(xtc_ignored.as_ref().map(|t| ("xtc_ignored", t)));
+        }
         check_row(request, shaped.shape[1])?;
     }
     let to = target(&all, &Launch::in_order(stream))?;
@@ -372,13 +368,23 @@ pub fn cuda_sample_fill(
     // SAFETY: the caller synchronizes after every launch, so no launch reads or writes the memory now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
         let front = size_of::<sampling::Answer>() + size_of::<Row>();
-        return Ok((2 * rows * front + (1 << 16), Needs::default().into()));
+        return Ok(StagedRows {
+            count: rows,
+            bytes: 2 * rows * front + (1 << 16),
+            needs: Needs::default(),
+        });
     };
     let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
     let mut needs = Needs::default();
     for (i, (request, constants)) in requests.iter().zip(&constants).enumerate() {
         let at = shaped.ptr + i * shaped.shape[1] * size_of::<f32>();
-        let (row, planned) = row(request, constants, &edits[i], &mut memory, at)?;
+        let (row, planned) = row(
+            request,
+            constants.as_ref().map(Py::get),
+            &edits[i],
+            &mut memory,
+            at,
+        )?;
         needs = needs.or(planned.needs);
         expect(
             !request.plan.get().tail_free() || tails.numel() > 0,
@@ -392,19 +398,22 @@ pub fn cuda_sample_fill(
         py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
             .map_err(|e| device_error(py, &e))?;
     }
-    Ok((end, needs.into()))
+    Ok(StagedRows {
+        count: rows,
+        bytes: end,
+        needs,
+    })
 }
 
-/// Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
-/// once the stream has passed. `next`: int64 [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the
-/// source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
+/// Launch for the rows that `cuda_sample_fill` wrote and copied. The answers are in the workspace once the stream has passed. `next`: int64
+/// [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the source and destination of a copy before
+/// the launch. Rows that are left to the CPU may write no token.
 #[pyfunction]
-#[pyo3(signature = (workspace, count, needs, launch, next=None))]
+#[pyo3(signature = (workspace, rows, launch, next=None))]
 pub fn cuda_sample_launch(
     py: Python<'_>,
     workspace: &SamplingWorkspace,
-    count: usize,
-    needs: &SamplingNeeds,
+    rows: &StagedRows,
     launch: &Launch,
     next: Option<NextInputs>,
 ) -> PyResult<()> {
@@ -432,6 +441,7 @@ pub fn cuda_sample_launch(
         all.push(("tails", tails));
     }
     let to = target(&all, launch)?;
+    let &StagedRows { count, needs, .. } = rows;
     expect(
         shaped.shape[0] >= count,
         "the workspace has fewer rows than there are requests",
@@ -446,8 +456,6 @@ pub fn cuda_sample_launch(
         tails: if tails.numel() > 0 { tails.ptr } else { 0 },
         pitch: shaped.shape[1],
     };
-    let &SamplingNeeds { sums, wide, mix } = needs;
-    let needs = Needs { sums, wide, mix };
     let copy = device_copy.ptr;
     // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
     py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, needs, next) })
@@ -514,9 +522,12 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
     Err(PyValueError::new_err("uniform must be in [0, 1)"))
 }
 
-/// The answers of the last launch over `workspace`, whose stream has been synchronized. Token -3: sample this row on the CPU.
+/// The answers of the last launch over `workspace`, whose stream has been synchronized. None: sample this row on the CPU.
 #[pyfunction]
-pub fn cuda_sample_answers(workspace: &SamplingWorkspace, count: usize) -> PyResult<Vec<Answer>> {
+pub fn cuda_sample_answers(
+    workspace: &SamplingWorkspace,
+    count: usize,
+) -> PyResult<Vec<Option<Answer>>> {
     let bytes = workspace.staging.slice::<u8>("staging")?;
     expect(
         bytes.len() >= count * size_of::<sampling::Answer>(),
@@ -531,18 +542,16 @@ pub fn cuda_sample_answers(workspace: &SamplingWorkspace, count: usize) -> PyRes
             match answer.status {
                 status::OK => {
                     let n = answer.top as usize;
-                    let top = (n > 0).then(|| {
-                        let weights = answer.top_weights[..n].iter();
-                        (
-                            answer.top_ids[..n].to_vec(),
-                            weights.map(|&w| part(w)).collect(),
-                        )
-                    });
-                    (i64::from(answer.token), part(answer.weight), top)
+                    Some(Answer::Sampled(Sampled::new(
+                        answer.token as u32,
+                        part(answer.weight),
+                        answer.top_ids[..n].to_vec(),
+                        answer.top_weights[..n].iter().map(|&w| part(w)).collect(),
+                    )))
                 }
-                status::EMPTY => (-1, 0.0, None),
-                status::NOT_FINITE => (-2, 0.0, None),
-                _ => (-3, 0.0, None),
+                status::EMPTY => Some(Answer::Failure(NoToken::new(false))),
+                status::NOT_FINITE => Some(Answer::Failure(NoToken::new(true))),
+                _ => None,
             }
         })
         .collect())

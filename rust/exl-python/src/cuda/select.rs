@@ -16,7 +16,6 @@ use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
-use exl_format::gptq::GptqView;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -24,7 +23,7 @@ use crate::cpu::sampling::SamplingPlan;
 use crate::cuda::linear::MatmulPlan;
 use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
-use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
+use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts};
 
 /// The properties of a GPU that decide its kernels: a GPU of this machine, or one known by name.
 #[pyclass(frozen, name = "CudaCard", module = "exl_kernels._native")]
@@ -108,16 +107,14 @@ impl CudaShape {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, bits, v2, group_size))]
     fn from_gptq(
         py: Python<'_>,
         name: &str,
         parts: GptqParts,
-        bits: u32,
-        v2: bool,
-        group_size: Option<usize>,
+        format: GptqFormat,
     ) -> PyResult<Self> {
-        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+        let view = format
+            .view(name, parts.tensors()?)
             .map_err(|error| format_error(py, &error))?;
         let layout = Layout::gptq(&view)
             .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;

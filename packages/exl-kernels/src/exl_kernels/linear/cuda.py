@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from .. import _native
 from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
-from ..formats import Exl2Parts, GptqParts
+from ..formats import Exl2Parts, GptqFormat, GptqParts
 from ..selection import BLOCK_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .planned import KEPT_PLANS
@@ -452,9 +451,7 @@ def exl2_matrix(
 
 def gptq_matrix(
     parts: GptqParts,
-    bits: int,
-    zeros: Literal["classic", "v2"],
-    group_size: int | None,
+    format: GptqFormat,
     bias: Tensor | None,
     prescale: float,
     compute: Compute,
@@ -463,14 +460,11 @@ def gptq_matrix(
 ) -> CudaQuantMatrix:
     """Implement `QuantMatrix.from_gptq` for a GPU; `parts` are CPU tensors."""
     place = require_cuda(device)
-    v2 = zeros == "v2"
-    layout = _native.CudaLayout.from_gptq(
-        name, parts, bits=bits, v2=v2, group_size=group_size, threads=_threads(), pack=False
-    )
+    layout = _native.CudaLayout.from_gptq(name, parts, format, _threads(), pack=False)
     stored = _bits((part for part in parts if part is not None), layout)
 
     def pack(first: int, out: Tensor) -> None:
-        layout.pack_gptq(name, parts, bits=bits, v2=v2, group_size=group_size, first=first, out=out, threads=_threads())
+        layout.pack_gptq(name, parts, format, first, out, _threads())
 
     return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name, pack)
 

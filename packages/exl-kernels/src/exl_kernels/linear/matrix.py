@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _native
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
-from ..formats import Exl2Parts, GptqParts
+from ..formats import Exl2Parts, GptqFormat, GptqParts
 
 __all__ = ["QUARTERS", "Compute", "Format", "QuantMatrix"]
 
@@ -165,22 +165,13 @@ class QuantMatrix:
         scales = _float_part(tensors, "scales", name)
         _require_two_dimensions(name, qweight, qzeros, scales)
         g_idx = _part(tensors, "g_idx", torch.int32, name) if tensors.get("g_idx") is not None else None
-        parts = GptqParts(qweight, qzeros, scales, g_idx)
+        parts, format = GptqParts(qweight, qzeros, scales, g_idx), GptqFormat(bits, zeros == "v2", group_size)
         bias = _bias(tensors.get("bias"), qweight.shape[1], name)
         if torch.device(device).type == "cuda":
             from .cuda import gptq_matrix
 
-            return gptq_matrix(parts, bits, zeros, group_size, bias, prescale, compute, device, name)
-        native = _native.Matrix.from_gptq(
-            name,
-            parts,
-            bits=bits,
-            v2=zeros == "v2",
-            group_size=group_size,
-            bias=bias,
-            prescale=prescale,
-            exact=compute == "exact",
-        )
+            return gptq_matrix(parts, format, bias, prescale, compute, device, name)
+        native = _native.Matrix.from_gptq(name, parts, format, bias, prescale, compute == "exact")
         return cls(native, "gptq", compute, name)
 
     @classmethod

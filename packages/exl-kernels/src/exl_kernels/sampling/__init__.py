@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _native
+from .._native import Failure, Sampled
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import MAX_LOGITS
 from . import cuda as sampling_cuda
@@ -49,14 +50,10 @@ __all__ = [
     "workspace_bytes",
 ]
 
-_LEFT_TO_CPU = -3
 _REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # raised by native calls for a wrong operand
 
 Mask = NDArray[np.int32]
 Ids = NDArray[np.int64]
-Answer = tuple[int, float, tuple[list[int], list[float]] | None]
-"""Token, or a negative number as the reason why there is none; its probability; the first candidates and theirs."""
-_UNANSWERED: Answer = (_LEFT_TO_CPU, 0.0, None)
 
 
 def pack_ids(ids: Iterable[int], size: int) -> Mask:
@@ -158,9 +155,7 @@ class Plan:
     bias: Tensor | SparseBias | None = None
     cfg_scale: float | None = None
     native: _native.SamplingPlan = field(init=False, repr=False)
-    on_devices: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
-        init=False, repr=False, default_factory=dict
-    )
+    on_devices: dict[torch.device, _native.SamplingConstants] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         bias_ids: Tensor | None = None
@@ -224,29 +219,6 @@ class TokenTarget(NamedTuple):
     GPU."""
 
 
-@dataclass(slots=True)
-class Sampled:
-    """A `token` with its final `probability`.
-
-    `top_tokens` and `top_probabilities` are the first candidates by falling probability, at most `top_n` of the row.
-    """
-
-    token: int
-    probability: float
-    top_tokens: Sequence[int] = ()
-    top_probabilities: Sequence[float] = ()
-
-
-@dataclass(slots=True)
-class Failure:
-    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf.
-
-    With a pair of prompts (CFG) `not_finite` covers every logit, allowed or not, since the mix sums over all of them.
-    """
-
-    not_finite: bool
-
-
 class LaunchedRows:
     """The launched sampling of the rows of one call, whose tokens go `into` the target; `collect` waits for it."""
 
@@ -275,26 +247,26 @@ class LaunchedRows:
         """
         if self._results is None:
             try:
-                self._results = [_result(*answer) for answer in self._answers()]
+                self._results = self._answers()
             except _REFUSED:
                 _check_all(self._rows)
                 raise
         return self._results
 
-    def _answers(self) -> list[Answer]:
+    def _answers(self) -> list[Sampled | Failure]:
         if not self._on_gpus:
             return _native.sample_rows([_on_cpu(row) for row in self._rows])
-        answers: list[Answer] = [_UNANSWERED] * len(self._rows)
+        answers: list[Sampled | Failure | None] = [None] * len(self._rows)
         for indices, queued in self._on_gpus:
             for i, answer in zip(indices, queued.collect(), strict=True):
                 answers[i] = answer
-        left = [i for i, answer in enumerate(answers) if answer[0] == _LEFT_TO_CPU]
+        left = [i for i, answer in enumerate(answers) if answer is None]
         if left:
             self.written = False
             found = _native.sample_rows([_on_cpu(self._rows[i]) for i in left])
             for i, answer in zip(left, found, strict=True):
                 answers[i] = answer
-        return answers
+        return [answer for answer in answers if answer is not None]
 
 
 def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedRows:
@@ -337,12 +309,6 @@ def _on_cpu(row: Row) -> Row:
         return row
     negative = None if row.negative is None else row.negative.cpu()
     return replace(row, logits=row.logits.cpu(), negative=negative)
-
-
-def _result(token: int, probability: float, top: tuple[list[int], list[float]] | None) -> Sampled | Failure:
-    if token < 0:
-        return Failure(not_finite=token == -2)
-    return Sampled(token, probability) if top is None else Sampled(token, probability, *top)
 
 
 def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from .. import _native
 from ..cuda_ops import stream_of
@@ -21,7 +20,7 @@ from ..selection import LIMITS
 from .bias import SparseBias
 
 if TYPE_CHECKING:
-    from . import Answer, Plan, Row, TokenTarget
+    from . import Failure, Plan, Row, Sampled, TokenTarget
 
 __all__ = ["LaunchedGpuRows", "launch", "workspace_bytes"]
 
@@ -120,14 +119,14 @@ class _Place:
         constants = [_constants(row.plan, self.device) for row in rows]
         stream = stream_of(rows[0].logits)
         way = self._beside.cuda_stream if beside else stream
-        need, needs = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
-        while need > self.staging.numel():
-            self.grow(2 * need)
-            need, needs = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
+        staged = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
+        while staged.bytes > self.staging.numel():
+            self.grow(2 * staged.bytes)
+            staged = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
         if beside:
             self._copied.record(self._beside)
             self.stream().wait_event(self._copied)
-        _native.cuda_sample_launch(self.workspace(), len(rows), needs, launch_of(stream), into)
+        _native.cuda_sample_launch(self.workspace(), staged, launch_of(stream), into)
 
     def stream(self) -> torch.cuda.Stream:
         """Return torch's current stream. The object is cached, since making one is slow."""
@@ -137,22 +136,22 @@ class _Place:
             found = self._streams[number] = torch.cuda.current_stream(self.device)
         return found
 
-    def answers(self, count: int) -> list[Answer]:
+    def answers(self, count: int) -> list[Sampled | Failure | None]:
         """Return the answers of the last launch, which its stream must have passed."""
         return _native.cuda_sample_answers(self.workspace(), count)
 
 
-def _constants(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def _constants(plan: Plan, device: torch.device) -> _native.SamplingConstants | None:
     """Return a plan's bias and XTC set on the GPU, cached in the plan."""
     if plan.bias is None and plan.xtc_ignored is None:
-        return None, None
+        return None
     found = plan.on_devices.get(device)
     if found is None:
         # The kernels take a row of values.
         bias = plan.bias.dense(plan.size) if isinstance(plan.bias, SparseBias) else plan.bias
         bias = None if bias is None else bias.detach().to(device, torch.float32).contiguous()
         ignored = None if plan.xtc_ignored is None else torch.from_numpy(plan.xtc_ignored).to(device)
-        found = plan.on_devices[device] = (bias, ignored)
+        found = plan.on_devices[device] = _native.SamplingConstants(bias=bias, xtc_ignored=ignored)
     return found
 
 
@@ -171,17 +170,14 @@ class LaunchedGpuRows:
 
     def __init__(self, place: _Place, rows: Sequence[Row], into: TokenTarget | None) -> None:
         self._place, self._rows, self._into = place, rows, into
-        self._answers: list[Answer] | None = None
+        self._answers: list[Sampled | Failure | None] | None = None
 
-    def collect(self) -> list[Answer]:
-        """Wait for this launch, not for later ones, and return (token, probability, top) of each row.
-
-        Token -3: the row needs the CPU. The format is that of `_native.sample_rows`.
-        """
+    def collect(self) -> list[Sampled | Failure | None]:
+        """Wait for this launch, not for later ones, and return the result of each row; None: the CPU samples it."""
         with self._place.lock:
             return self.finish()
 
-    def finish(self) -> list[Answer]:
+    def finish(self) -> list[Sampled | Failure | None]:
         """Return what `collect` does, for a caller that holds the place's lock."""
         if self._answers is None:
             self._place.sampled.synchronize()

@@ -192,6 +192,73 @@ impl MatmulPlan {
     }
 }
 
+/// Launch parameters of a kernel that override its plan, for benchmarks and tests.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulTuning {
+    kernel: Kernel,
+    tuning: Tuning,
+}
+
+#[pymethods]
+impl MatmulTuning {
+    /// Of gemv_ring: `slots` of the ring, of which `window` are under way.
+    #[staticmethod]
+    #[pyo3(signature = (*, slots, window))]
+    fn ring(slots: i32, window: i32) -> Self {
+        let ring = Some(ring::Tuning { slots, window });
+        Self {
+            kernel: Kernel::GemvRing,
+            tuning: Tuning {
+                ring,
+                ..Tuning::default()
+            },
+        }
+    }
+
+    /// Of gemm_few: parts that K is cut into, slots of the ring, of which `window` are under way, and passes over the tiles; 0 keeps the
+    /// planned number.
+    #[staticmethod]
+    #[pyo3(signature = (*, cut=0, slots=0, window=0, passes=0))]
+    fn few(cut: i32, slots: i32, window: i32, passes: i32) -> Self {
+        let few = few::Tuning {
+            cut,
+            slots,
+            window,
+            passes,
+        };
+        Self {
+            kernel: Kernel::GemmFew,
+            tuning: Tuning {
+                few,
+                ..Tuning::default()
+            },
+        }
+    }
+
+    /// Of gemm_batch: slots of the ring, activations streamed (1) or kept (2), parts that K is cut into, warpgroups, and polls for
+    /// the blocks that share K; 0 keeps the planned number.
+    #[staticmethod]
+    #[pyo3(signature = (*, slots=0, activations=0, cut=0, groups=0, looks=0))]
+    fn batch(slots: usize, activations: usize, cut: usize, groups: usize, looks: usize) -> Self {
+        let batch = batch::Tuning {
+            slots,
+            activations,
+            cut,
+            groups,
+            looks,
+            whole: false,
+        };
+        Self {
+            kernel: Kernel::GemmBatch,
+            tuning: Tuning {
+                batch,
+                ..Tuning::default()
+            },
+        }
+    }
+}
+
 /// One to three quantized matrices on a GPU over one input, optionally with an activation: of a gate, or of one matrix's results.
 #[pyclass(frozen, name = "CudaLinearGroup", module = "exl_kernels._native")]
 pub struct CudaLinearGroup {
@@ -323,9 +390,7 @@ impl CudaLinearGroup {
         Ok(MatmulPlan { plan })
     }
 
-    /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
-    /// gemv_ring, (cut, slots, window) or (cut, slots, window, passes) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
-    /// number.
+    /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels.
     #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
     fn plan_with(
         &self,
@@ -335,15 +400,21 @@ impl CudaLinearGroup {
         bfloat16: bool,
         norm: bool,
         residual: bool,
-        tuning: Option<Vec<usize>>,
+        tuning: Option<&MatmulTuning>,
     ) -> PyResult<MatmulPlan> {
         let kernel = Kernel::named(kernel)
             .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
-        let call = Call::aligned(
-            rows,
-            self.epilogue((norm, false), (residual, false), bfloat16),
-        );
-        let tuning = tuned(kernel, &tuning.unwrap_or_default())?;
+        let call = Call::aligned(rows, self.epilogue((norm, false), (residual, false), bfloat16));
+        let tuning = match tuning {
+            None => Tuning::default(),
+            Some(of) if of.kernel == kernel => of.tuning,
+            Some(of) => {
+                let (name, other) = (kernel.name(), of.kernel.name());
+                return Err(PyValueError::new_err(format!(
+                    "the tuning is one of {other}, not of {name}"
+                )));
+            }
+        };
         let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
         plan.map(|plan| MatmulPlan { plan })
             .map_err(|error| device_error(py, &error))
@@ -407,41 +478,4 @@ impl CudaLinearGroup {
 /// The number of an activation in the kernels.
 fn activation_number(name: &str) -> PyResult<i32> {
     activation_kind(name).map(|kind| kind as i32)
-}
-
-fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {
-    let mut tuning = Tuning::default();
-    match (kernel, numbers) {
-        (_, []) => {}
-        (Kernel::GemvRing, &[slots, window]) => {
-            let (slots, window) = (slots as i32, window as i32);
-            tuning.ring = Some(ring::Tuning { slots, window });
-        }
-        (Kernel::GemmFew, &[cut, slots, window, ref passes @ ..]) if passes.len() <= 1 => {
-            tuning.few = few::Tuning {
-                cut: cut as i32,
-                slots: slots as i32,
-                window: window as i32,
-                passes: passes.first().map_or(0, |&passes| passes as i32),
-            };
-        }
-        (Kernel::GemmBatch, &[slots, activations, cut, groups, looks]) => {
-            tuning.batch = batch::Tuning {
-                slots,
-                activations,
-                cut,
-                groups,
-                looks,
-                whole: false,
-            };
-        }
-        _ => {
-            return Err(PyValueError::new_err(format!(
-                "{} does not take {} tuning numbers",
-                kernel.name(),
-                numbers.len()
-            )));
-        }
-    }
-    Ok(tuning)
 }
