@@ -106,7 +106,8 @@ class Rotating:
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
         group, rows = self.groups[copy % len(self.groups)], x.shape[0]
-        plan = group.plan_alone(rows) if tuning is None else group.plan_with("gemv_ring", rows, tuning=tuning)
+        call = _native.MatmulCall(rows)
+        plan = group.plan_alone(rows) if tuning is None else group.plan_with("gemv_ring", call, tuning)
         stream = torch.cuda.current_stream().cuda_stream
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda") if plan.scratch_bytes else None
         exchange = block_workspace(x.device, stream, plan.exchange_bytes)

@@ -64,11 +64,9 @@ class Case:
             batch=sequences,
             tokens=tokens,
             keys=keys,
-            page_size=self.pages.page_size,
-            pages=pages,
-            row_tokens=row_tokens,
-            windows=windows,
-        )
+        ).with_pages(kept.page_size, pages)
+        if row_tokens is not None:
+            shape = shape.with_rows(row_tokens, windows=windows)
         return _native.cuda_select_attention(_native.CudaCard.device(torch.cuda.current_device()), shape)
 
     def oracle(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:

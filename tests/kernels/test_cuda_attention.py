@@ -351,7 +351,7 @@ def test_a_launch_needs_the_memory_of_its_plan() -> None:
     table, pages = case.block_table.cuda(), case.pages.native_cuda()
     q = torch.zeros(2, 4, 64, dtype=torch.float16, device="cuda")
     rows = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-    tables = _native.AttentionTables(table, rows, rows)
+    tables = _native.AttentionTables(table, rows=rows, positions=rows)
     options = _native.AttentionOptions(1.0, 0, 0.0)
     call = pages.attention(q.flatten(), 256, tables, options, q, launch_on(q))
     floats, counters = call.workspace

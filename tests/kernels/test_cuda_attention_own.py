@@ -264,7 +264,7 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     """Columns, and scratch memory as the matmul's own packing launch leaves it for x [T, K]."""
     rows, group = x.shape[0], group_of(matrix)
     few = rows <= FEW_ROWS
-    plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
+    plan = group.plan_with("gemm_few" if few else "gemm_batch", _native.MatmulCall(rows))
     scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
     launch_matmul(group, plan, x, x.new_empty(rows, 64), scratch=scratch)
     assert plan.input_columns is not None
@@ -332,15 +332,15 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
     wide = (65, 96, 128) if "wgmma" in Card.device(0).features else ()
     for rows in (9, 16, 23, 32, 64, *wide):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
-        most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=_native.MatmulTuning.batch(cut=4))
+        call = _native.MatmulCall(rows, bfloat16=bf16)
+        most = group.plan_with("gemm_batch", call, _native.MatmulTuning.batch(cut=4))
         scratch = torch.zeros(most.scratch_bytes, dtype=torch.uint8, device="cuda")
         exchange = torch.full((most.exchange_bytes,), 255, dtype=torch.uint8, device="cuda")
         assert exchange.numel(), "K is shared"
         want = None
         for looks in [0, 1, 2, 3] * (1 if UNDER_A_TOOL else 8):
             y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
-            tuning = _native.MatmulTuning.batch(cut=4, looks=looks)
-            plan = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=tuning)
+            plan = group.plan_with("gemm_batch", call, _native.MatmulTuning.batch(cut=4, looks=looks))
             launch = _native.Launch(stream, looks % 2 == 0)
             group.run(plan, x, y, launch, scratch=scratch, exchange=exchange)
             want = y if want is None else want

@@ -66,8 +66,8 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def by(made: QuantMatrix, kernel: str, x: Tensor) -> Tensor:
     """x @ W in float32 by the kernel of this name."""
     out = torch.full((x.shape[0], made.out_features), float("nan"), device="cuda")
-    group, bf16 = group_of(made), x.dtype == torch.bfloat16
-    launch_matmul(group, group.plan_with(kernel, x.shape[0], bfloat16=bf16), x, out)
+    group, call = group_of(made), _native.MatmulCall(x.shape[0], bfloat16=x.dtype == torch.bfloat16)
+    launch_matmul(group, group.plan_with(kernel, call), x, out)
     return out
 
 
@@ -86,8 +86,10 @@ class Direct:
             self.packed_prologue = _native.NormPrologue(packed, fused.norm.eps, 0.0)
 
     def plan(self, m: int, residual: bool = False) -> _native.MatmulPlan:
-        normed = self.norm is not None
-        return self.group.plan_with("gemm_direct", m, bfloat16=self.bf16, norm=normed, residual=residual)
+        norm = None if self.norm is None else "rms"
+        return self.group.plan_with(
+            "gemm_direct", _native.MatmulCall(m, bfloat16=self.bf16, norm=norm, residual=residual)
+        )
 
     def __call__(
         self,

@@ -151,7 +151,7 @@ def test_a_foreign_stream_is_refused() -> None:
         other = torch.cuda.Stream()
     launch = _native.Launch(other.cuda_stream, False)
     with pytest.raises(DeviceError, match="another GPU"):
-        _native.cuda_rms_norm(x, x[0], torch.empty_like(x), 1e-6, 0.0, launch)
+        _native.cuda_rms_norm(x, weight=x[0], out=torch.empty_like(x), eps=1e-6, weight_offset=0.0, launch=launch)
 
 
 def test_tensors_of_the_second_gpu_need_no_device_guard() -> None:

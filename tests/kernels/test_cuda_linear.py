@@ -12,6 +12,7 @@ import torch
 from internals import group_of
 from torch import Tensor
 
+from exl_kernels import _native
 from exl_kernels.device import (
     programmatic_launch,
     set_programmatic_launch,
@@ -210,13 +211,13 @@ def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
     names = [name for name in ("gemm_tile", "gemm_batch", "gemm_few", "gemv_ring") if takes(made, name, rows, bf16)]
     out = {name: torch.full((rows, made.out_features), float("nan"), device="cuda") for name in names}
     for name, y in out.items():
-        launch_matmul(group_of(made), group_of(made).plan_with(name, rows, bfloat16=bf16), x, y)
+        launch_matmul(group_of(made), group_of(made).plan_with(name, _native.MatmulCall(rows, bfloat16=bf16)), x, y)
     return out
 
 
 def takes(made: CudaQuantMatrix, kernel: str, rows: int, bf16: bool = False) -> bool:
     try:
-        group_of(made).plan_with(kernel, rows, bfloat16=bf16)
+        group_of(made).plan_with(kernel, _native.MatmulCall(rows, bfloat16=bf16))
     except DeviceError:
         return False
     return True
@@ -310,7 +311,7 @@ def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
         got = ways(made, x)
         assert torch.equal(got["gemm_batch"], got["gemm_tile"]), m
         again = torch.full_like(got["gemm_batch"], float("nan"))
-        launch_matmul(group_of(made), group_of(made).plan_with("gemm_batch", m), x, again)
+        launch_matmul(group_of(made), group_of(made).plan_with("gemm_batch", _native.MatmulCall(m)), x, again)
         assert torch.equal(again, got["gemm_tile"]), m
 
 

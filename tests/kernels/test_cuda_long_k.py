@@ -25,7 +25,8 @@ PASSES = _native.MatmulTuning.few(cut=2, passes=2)
 def product(matrix: QuantMatrix, x: Tensor, kernel: str, tuning: _native.MatmulTuning | None = None) -> Tensor:
     group = group_of(matrix)
     out = torch.full((len(x), matrix.out_features), float("nan"), dtype=x.dtype, device=x.device)
-    launch_matmul(group, group.plan_with(kernel, len(x), bfloat16=x.dtype == torch.bfloat16, tuning=tuning), x, out)
+    call = _native.MatmulCall(len(x), bfloat16=x.dtype == torch.bfloat16)
+    launch_matmul(group, group.plan_with(kernel, call, tuning), x, out)
     return out
 
 

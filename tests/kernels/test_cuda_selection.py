@@ -65,7 +65,7 @@ def test_what_is_selected_is_launched(rows: int) -> None:
         fused = FusedLinear(used, norm=before, activation="silu" if gate else None)
         out = x.new_empty(rows, fused.out_features)
         fused(x, out, torch.zeros_like(out) if residual else None)
-        expected = card.plan(known, rows, activation=gate, norm=norm, residual=residual)
+        expected = card.plan(known, rows, activation=gate, norm="rms" if norm else None, residual=residual)
         assert launched() == {expected.kernel}, (gate, norm, residual, expected)
     quantized[0].matmul(x)
     assert launched() == {card.matmul(shapes[0], rows).kernel}

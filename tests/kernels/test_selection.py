@@ -121,7 +121,7 @@ def test_a_card_that_is_not_here_is_an_error() -> None:
 def test_rows_decide_on_hopper(make) -> None:
     card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
     counts = (1, 2, 3, 8, 9, 64, 65, 128, 129)
-    kernels = {rows: card.plan(qkv, rows, norm=True) for rows in counts}
+    kernels = {rows: card.plan(qkv, rows, norm="rms") for rows in counts}
     assert [k.kernel for k in kernels.values()] == [
         "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_batch",
         "gemm_batch", "gemm_batch",
@@ -153,8 +153,8 @@ def test_cards_before_hopper_join_launches(name: str) -> None:
 def test_permutations_of_their_own_keep_matrices_apart_in_batches_alone() -> None:
     card = Card.named("H100")
     turned = [exl2(256), exl2(256, torch.arange(K).flip(0))]
-    assert card.plan(turned, 8, norm=True).joined
-    found = card.plan(turned, 32, norm=True)
+    assert card.plan(turned, 8, norm="rms").joined
+    found = card.plan(turned, 32, norm="rms")
     assert not found.joined
     why = {one.kernel: one.why for one in found.refused}["gemm_batch"]
     assert why == "it takes matrices of one format, group size and input permutation"

@@ -17,7 +17,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::format_error;
-use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts, two, zeros};
+use crate::matrix_parts::{Exl2Codes, Exl2Parts, GptqFormat, GptqParts, two};
 use crate::tensor::{DType, Element, Tensor};
 
 /// Bytes that one task of a positional read fills.
@@ -164,26 +164,22 @@ pub fn exl2_quantize(
     parts.fill(&matrix)
 }
 
-/// Pack codes [K, N] and scale codes [G, N] into `parts`.
+/// Pack `codes` into `parts`.
 #[pyfunction]
-#[pyo3(signature = (name, codes, *, scale_codes, q_scale_max, groups, perm, parts))]
 pub fn exl2_pack(
     py: Python<'_>,
     name: &str,
-    codes: Tensor,
-    scale_codes: Tensor,
-    q_scale_max: Tensor,
-    groups: Vec<(u32, usize)>,
+    codes: Exl2Codes,
     perm: Option<Tensor>,
     parts: Exl2Parts,
 ) -> PyResult<()> {
-    let n = two(&codes, "codes")?[1];
+    let n = two(&codes.codes, "codes")?[1];
     let perm = permutation(perm.as_ref())?;
     let matrix = Exl2Matrix::pack(
-        codes.slice("codes")?,
-        scale_codes.slice("scale_codes")?,
-        q_scale_max.slice("q_scale_max")?,
-        &groups,
+        codes.codes.slice("codes")?,
+        codes.scale_codes.slice("scale_codes")?,
+        codes.q_scale_max.slice("q_scale_max")?,
+        &codes.groups,
         perm.as_deref(),
         n,
     )
@@ -226,24 +222,22 @@ pub fn gptq_dequantize(
 
 /// Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
 #[pyfunction]
-#[pyo3(signature = (name, weight, *, bits, group_size, symmetric, v2, perm, parts))]
 pub fn gptq_quantize(
     py: Python<'_>,
     name: &str,
     weight: Tensor,
-    bits: u32,
-    group_size: usize,
+    format: GptqFormat,
     symmetric: bool,
-    v2: bool,
     perm: Option<Tensor>,
     parts: GptqParts,
 ) -> PyResult<()> {
     let (source, shape) = (float_weight(&weight)?, two(&weight, "weight")?);
+    let group_size = format.group_size;
     let settings = Settings {
-        bits,
-        group_size,
+        bits: format.bits,
+        group_size: group_size.ok_or_else(|| PyValueError::new_err("group_size is missing"))?,
         symmetric,
-        zeros: zeros(v2),
+        zeros: format.zeros(),
     };
     let perm = permutation(perm.as_ref())?;
     let matrix = py

@@ -59,7 +59,9 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::limits::{KernelLimits, kernel_limits};
     #[pymodule_export]
-    use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, MatmulTuning, NextInput, NormPrologue};
+    use crate::cuda::linear::{
+        CudaLinearGroup, MatmulCall, MatmulPlan, MatmulTuning, NextInput, NormPrologue,
+    };
     #[pymodule_export]
     use crate::cuda::lora::{
         LoraRows, MatmulAdapters, cuda_lora_add, cuda_lora_expand, cuda_lora_shrink,
@@ -71,7 +73,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::padded::{dequantized_bytes, most_padded_rows, plan_padded_experts};
     #[pymodule_export]
-    use crate::cuda::peer::{PeerColumns, PeerExchange};
+    use crate::cuda::peer::{PeerColumns, PeerExchange, PeerParts};
     #[pymodule_export]
     use crate::cuda::router::{ExpertRouter, RouterPlan, cuda_plan_router};
     #[pymodule_export]

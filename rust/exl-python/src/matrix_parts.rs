@@ -35,13 +35,23 @@ read_by_name! { "exl_kernels.formats":
         pub scales: Tensor,
         pub g_idx: Option<Tensor>,
     }
+    /// The codes of an EXL2 matrix before they are packed.
+    pub struct Exl2Codes of "Exl2Codes" {
+        /// [K, N]
+        pub codes: Tensor,
+        /// [G, N]
+        pub scale_codes: Tensor,
+        pub q_scale_max: Tensor,
+        /// (bits, rows) of each group.
+        pub groups: Vec<(u32, usize)>,
+    }
     /// The properties of a GPTQ matrix that its tensors do not tell.
     pub struct GptqFormat of "GptqFormat" {
-        bits: u32,
+        pub bits: u32,
         /// Zero points are stored as they are, not minus one.
         v2: bool,
         /// Rows of a group; None: inferred from the number of groups.
-        group_size: Option<usize>,
+        pub group_size: Option<usize>,
     }
 }
 
@@ -75,7 +85,7 @@ impl GptqParts {
 
 impl GptqFormat {
     pub fn zeros(&self) -> Zeros {
-        zeros(self.v2)
+        if self.v2 { Zeros::V2 } else { Zeros::Classic }
     }
 
     /// The checked matrix of `tensors`.
@@ -86,8 +96,4 @@ impl GptqFormat {
     ) -> Result<GptqView<'a>, FormatError> {
         GptqView::new(name, tensors, self.bits, self.zeros(), self.group_size)
     }
-}
-
-pub fn zeros(v2: bool) -> Zeros {
-    if v2 { Zeros::V2 } else { Zeros::Classic }
 }

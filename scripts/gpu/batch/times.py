@@ -32,7 +32,7 @@ def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, i
         group = rot.groups[i % len(rot.groups)]
         slots, activations, cut, groups, looks = plan
         tuning = _native.MatmulTuning.batch(slots=slots, activations=activations, cut=cut, groups=groups, looks=looks)
-        made = group.plan_with("gemm_batch", x.shape[0], tuning=tuning)
+        made = group.plan_with("gemm_batch", _native.MatmulCall(x.shape[0]), tuning)
         scratch = torch.empty(made.scratch_bytes, dtype=torch.uint8, device="cuda")
         exchange = block_workspace(x.device, stream, made.exchange_bytes)
         group.run(made, x, y, _native.Launch(stream, True), scratch=scratch, exchange=exchange)

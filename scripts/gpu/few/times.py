@@ -73,7 +73,8 @@ def planned(
 ) -> _native.MatmulPlan:
     cut, slots, window = tuning or (0, 0, 0)
     numbers = _native.MatmulTuning.few(cut=cut, slots=slots, window=window)
-    return group.plan_with("gemm_few", m, residual=residual, norm=norm, tuning=numbers)
+    call = _native.MatmulCall(m, residual=residual, norm="rms" if norm else None)
+    return group.plan_with("gemm_few", call, numbers)
 
 
 def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, ...]) -> tuple[int, int]:
@@ -85,7 +86,7 @@ def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, 
         x = torch.randn(m, k, device="cuda", dtype=torch.float16)
         residual = None if gate else torch.randn(m, n, device="cuda", dtype=torch.float16)
         want = torch.full((m, n), float("nan"), device="cuda", dtype=torch.float16)
-        one = group.plan_with("gemv_ring", 1, residual=residual is not None)
+        one = group.plan_with("gemv_ring", _native.MatmulCall(1, residual=residual is not None))
         for i in range(m):
             row = None if residual is None else residual[i : i + 1]
             group.run(one, x[i : i + 1], want[i : i + 1], launch(), residual=row)

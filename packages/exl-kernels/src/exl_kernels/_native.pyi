@@ -10,6 +10,7 @@ from numpy import int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exl_kernels.formats import Exl2Codes, Exl2Parts, GptqFormat, GptqParts
 from exl_kernels.sampling import Plan, Row, TokenTarget
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "AttentionShape",
     "AttentionTables",
     "BlockNorm",
+    "CudaBuild",
     "CudaCard",
     "CudaExperts",
     "CudaLayout",
     "CudaLinearGroup",
     "CudaMatrix",
     "CudaPages",
+    "CudaProbe",
     "CudaShape",
     "DraftHistory",
     "DraftRates",
@@ -34,14 +37,18 @@ __all__ = [
     "ExpertRouter",
     "Experts",
     "ExpertsPlan",
+    "Failure",
+    "FileHeader",
     "HeadNorms",
+    "HeaderEntry",
     "KernelChoice",
     "KernelLimits",
     "Launch",
     "LoraRows",
-    "MatmulAdapters",
+    "MatmulCall",
     "MatmulInput",
     "MatmulPlan",
+    "MatmulTuning",
     "Matrix",
     "MemoryField",
     "MlpBlock",
@@ -51,13 +58,15 @@ __all__ = [
     "Pages",
     "PeerColumns",
     "PeerExchange",
+    "PeerParts",
     "ProbedDevice",
     "RefusedKernel",
     "Rotation",
-    "RouterPlan",
-    "SamplingNeeds",
+    "Sampled",
+    "SamplingConstants",
     "SamplingPlan",
     "SamplingWorkspace",
+    "StagedRows",
     "StepSizes",
     "StepStage",
     "Tokens",
@@ -66,7 +75,6 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
-    "cuda_adapters_fit_epilogue",
     "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
@@ -75,7 +83,6 @@ __all__ = [
     "cuda_cards",
     "cuda_embed",
     "cuda_float_rows",
-    "cuda_is_decode_step",
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
@@ -86,7 +93,6 @@ __all__ = [
     "cuda_pass_rows",
     "cuda_plan_alone",
     "cuda_plan_fused",
-    "cuda_plan_router",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
@@ -106,6 +112,7 @@ __all__ = [
     "cuda_select_experts",
     "cuda_select_norm",
     "cuda_select_rope_store",
+    "cuda_select_router",
     "cuda_select_sampling",
     "cuda_softcap",
     "dequantized_bytes",
@@ -234,26 +241,23 @@ class AttentionShape:
     The properties of a call of attention that decide its kernel.
     """
     def __new__(
-        cls,
-        /,
-        heads: AttentionHeads,
-        *,
-        batch: int,
-        tokens: int,
-        keys: int,
-        page_size: int = 256,
-        pages: int | None = None,
-        window: int = 0,
-        softcap: float = 0.0,
-        rotated: int | None = None,
-        interleaved: bool = False,
-        row_tokens: int | None = None,
-        windows: bool = False,
+        cls, /, heads: AttentionHeads, *, batch: int, tokens: int, keys: int, window: int = 0, softcap: float = 0.0
     ) -> AttentionShape:
         """
-        `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
-        table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
-        each head. `row_tokens` and `windows`: as `tokens` and `windows` of `CudaPages.attention`.
+        `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `window` and `softcap` as of
+        `AttentionOptions`. The pages have 256 tokens, and the keys of the call are stored before.
+        """
+    def with_own_keys(self, /, rotated: int, *, interleaved: bool = False) -> AttentionShape:
+        """
+        The call whose launch stores its own keys, with `rotated` elements of each head rotated.
+        """
+    def with_pages(self, /, page_size: int, columns: int) -> AttentionShape:
+        """
+        The call with a block table of `columns` pages of `page_size` tokens.
+        """
+    def with_rows(self, /, tokens: int, *, windows: bool = False) -> AttentionShape:
+        """
+        The call with at most `tokens` tokens a row of the block table; `windows` as of `CudaPages.attention`.
         """
 
 @final
@@ -291,6 +295,32 @@ class BlockNorm:
     A norm inside a block: RMSNorm without a bias, or LayerNorm.
     """
     def __new__(cls, /, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> BlockNorm: ...
+
+@final
+class CudaBuild:
+    """
+    The kernels of this build.
+    """
+    @property
+    def archs(self, /) -> list[str]:
+        """
+        Architectures that the kernels were built for.
+        """
+    @property
+    def note(self, /) -> str:
+        """
+        The reason for missing kernels; "" when there are all.
+        """
+    @property
+    def origin(self, /) -> str:
+        """
+        The reason for these architectures.
+        """
+    @property
+    def toolkit(self, /) -> str:
+        """
+        Version of the toolkit; "" when there was none.
+        """
 
 @final
 class CudaCard:
@@ -336,11 +366,11 @@ class CudaExperts:
         self,
         /,
         parts: Tensor,
+        *,
         places: Tensor,
         weights: Tensor,
         out: Tensor,
         launch: Launch,
-        *,
         shared: Tensor | None = None,
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
@@ -358,11 +388,6 @@ class CudaExperts:
         """
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
         `run`.
-        """
-    @staticmethod
-    def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
-        """
-        Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
         """
     def pad(
         self,
@@ -390,9 +415,9 @@ class CudaExperts:
         /,
         table: Tensor,
         h: Tensor,
+        *,
         ids: Tensor,
         weights: Tensor,
-        *,
         scratch: Tensor,
         out: Tensor,
         launch: Launch,
@@ -436,23 +461,12 @@ class CudaLayout:
         int32
         """
     @staticmethod
-    def from_exl2(
-        name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], threads: int, pack: bool = True
-    ) -> CudaLayout:
+    def from_exl2(name: str, parts: Exl2Parts, threads: int, pack: bool = True) -> CudaLayout:
         """
         `pack` = False leaves the image to `pack_exl2`.
         """
     @staticmethod
-    def from_gptq(
-        name: str,
-        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        *,
-        bits: int,
-        v2: bool,
-        group_size: int | None,
-        threads: int,
-        pack: bool = True,
-    ) -> CudaLayout: ...
+    def from_gptq(name: str, parts: GptqParts, format: GptqFormat, threads: int, pack: bool = True) -> CudaLayout: ...
     @property
     def image(self, /) -> Tensor | None:
         """
@@ -467,27 +481,15 @@ class CudaLayout:
         """
     @property
     def out_features(self, /) -> int: ...
-    def pack_exl2(
-        self, /, name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], first: int, out: Tensor, threads: int
-    ) -> None:
+    def pack_exl2(self, /, name: str, parts: Exl2Parts, first: int, out: Tensor, threads: int) -> None:
         """
         Pack the tiles from `first` on into `out`, uint8 [their number * tile_bytes] on the CPU. `parts`: as given to `from_exl2`.
         """
     def pack_gptq(
-        self,
-        /,
-        name: str,
-        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        *,
-        bits: int,
-        v2: bool,
-        group_size: int | None,
-        first: int,
-        out: Tensor,
-        threads: int,
+        self, /, name: str, parts: GptqParts, format: GptqFormat, first: int, out: Tensor, threads: int
     ) -> None:
         """
-        As `pack_exl2`, with the arguments of `from_gptq`.
+        As `pack_exl2`, with the parts and the format given to `from_gptq`.
         """
     @property
     def row_of_feature(self, /) -> Tensor:
@@ -521,44 +523,17 @@ class CudaLinearGroup:
     One to three quantized matrices on a GPU over one input, optionally with an activation: of a gate, or of one matrix's results.
     """
     def __new__(cls, /, matrices: Sequence[CudaMatrix], activation: str | None = None) -> CudaLinearGroup: ...
-    def plan(
-        self,
-        /,
-        rows: int,
-        *,
-        bfloat16: bool = False,
-        norm: bool = False,
-        layer: bool = False,
-        residual: bool = False,
-        aligned_input: bool = True,
-        aligned_output: bool = True,
-        invariant: bool = False,
-        adapted: bool = False,
-    ) -> MatmulPlan:
+    def plan(self, /, call: MatmulCall) -> MatmulPlan:
         """
-        The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-        aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows;
-        `adapted`: the launch adds adapters.
+        The plan of a call of `run`.
         """
     def plan_alone(self, /, rows: int, *, bfloat16: bool = False, invariant: bool = False) -> MatmulPlan:
         """
         The plan of a call of the first matrix only, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
         """
-    def plan_with(
-        self,
-        /,
-        kernel: str,
-        rows: int,
-        *,
-        bfloat16: bool = False,
-        norm: bool = False,
-        residual: bool = False,
-        tuning: Sequence[int] | None = None,
-    ) -> MatmulPlan:
+    def plan_with(self, /, kernel: str, call: MatmulCall, tuning: MatmulTuning | None = None) -> MatmulPlan:
         """
-        The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
-        gemv_ring, (cut, slots, window) or (cut, slots, window, passes) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
-        number.
+        The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels.
         """
     def run(
         self,
@@ -575,7 +550,6 @@ class CudaLinearGroup:
         next: NextInput | None = None,
         chained: bool = False,
         input_activation: str | None = None,
-        adapters: MatmulAdapters | None = None,
     ) -> None:
         """
         Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
@@ -583,7 +557,6 @@ class CudaLinearGroup:
         `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
         `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
         to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
-        `adapters`: of the rows, if the plan is for them.
         """
 
 @final
@@ -622,6 +595,7 @@ class CudaPages:
         /,
         kind: str,
         head_dim: int,
+        *,
         key: Tensor,
         value: Tensor,
         key_scales: Tensor | None,
@@ -653,16 +627,32 @@ class CudaPages:
         """
 
 @final
+class CudaProbe:
+    """
+    The driver and the GPUs of this machine.
+    """
+    @property
+    def devices(self, /) -> list[ProbedDevice]: ...
+    @property
+    def driver_version(self, /) -> tuple[int, int] | None:
+        """
+        Highest CUDA version that the driver supports, or None without a driver.
+        """
+    @property
+    def reason(self, /) -> str | None:
+        """
+        Why CUDA cannot be used, or None.
+        """
+
+@final
 class CudaShape:
     """
     The shape of a quantized matrix in the GPU's layout, without its weights.
     """
     @staticmethod
-    def from_exl2(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> CudaShape: ...
+    def from_exl2(name: str, parts: Exl2Parts) -> CudaShape: ...
     @staticmethod
-    def from_gptq(
-        name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
-    ) -> CudaShape: ...
+    def from_gptq(name: str, parts: GptqParts, format: GptqFormat) -> CudaShape: ...
     @property
     def in_features(self, /) -> int:
         """
@@ -777,32 +767,26 @@ class ExpertRouter:
         Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
         negative, two experts are chosen by the sparse mixer.
         """
-    def plan(self, /, rows: int, norm: NormPrologue | None = None) -> RouterPlan:
-        """
-        The plan of `rows` rows, whose launch applies `norm` first where it can.
-        """
-    @staticmethod
-    def refusal(*, hidden: int, experts: int, chosen: int, quantized: bool) -> str | None:
-        """
-        Why no kernel chooses `chosen` of `experts` experts by a router of `hidden` features, whatever the card and the rows; None where one does.
-        """
     def route(
         self,
         /,
-        plan: RouterPlan,
         h: Tensor,
-        *,
         logits: Tensor,
         arrivals: Tensor,
         ids: Tensor,
         weights: Tensor,
         launch: Launch,
+        *,
+        norm: NormPrologue | None = None,
         normed: Tensor | None = None,
     ) -> None:
         """
         Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. A plan that norms writes the normed h into
-        `normed`, like h. `plan` is one of this router.
+        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+        """
+    def scratch_rows(self, /, rows: int) -> int:
+        """
+        Rows of `logits` and `arrivals` that a call of `rows` rows needs.
         """
 
 @final
@@ -822,10 +806,10 @@ class Experts:
         self,
         /,
         h: Tensor,
+        *,
         ids: Tensor,
         weights: Tensor,
         out: Tensor,
-        *,
         add: bool = False,
         shared: Tensor | None = None,
         shared_weights: Tensor | None = None,
@@ -852,11 +836,6 @@ class ExpertsPlan:
         As reports name it.
         """
     @property
-    def launches(self, /) -> list[str]:
-        """
-        Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
-        """
-    @property
     def refused(self, /) -> str | None:
         """
         Why the experts cannot share launches, or None.
@@ -873,6 +852,33 @@ class ExpertsPlan:
         """
 
 @final
+class Failure:
+    """
+    No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf.
+
+    With a pair of prompts (CFG) `not_finite` covers every logit, allowed or not, since the mix sums over all of them.
+    """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __new__(cls, /, not_finite: bool) -> Failure: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def not_finite(self, /) -> bool: ...
+
+@final
+class FileHeader:
+    """
+    The header of a safetensors file.
+    """
+    @property
+    def entries(self, /) -> list[HeaderEntry]:
+        """
+        In the order of the data.
+        """
+    @property
+    def metadata(self, /) -> dict[str, str]: ...
+
+@final
 class HeadNorms:
     """
     RMS norms of each head of the queries and of the keys, before the rotation.
@@ -881,6 +887,25 @@ class HeadNorms:
         """
         Weights `q` and `k` float32 [head_dim].
         """
+
+@final
+class HeaderEntry:
+    """
+    A tensor of a safetensors file.
+    """
+    @property
+    def dtype(self, /) -> str: ...
+    @property
+    def name(self, /) -> str: ...
+    @property
+    def nbytes(self, /) -> int: ...
+    @property
+    def offset(self, /) -> int:
+        """
+        First byte, counted from the start of the file.
+        """
+    @property
+    def shape(self, /) -> list[int]: ...
 
 @final
 class KernelChoice:
@@ -1032,16 +1057,26 @@ class LoraRows:
         """
 
 @final
-class MatmulAdapters:
+class MatmulCall:
     """
-    The adapters of the rows of a matmul that adds them itself.
+    The properties of a call of a matmul that decide its kernel, besides its matrices.
     """
     def __new__(
-        cls, /, table: Tensor, slots: Tensor | None, most_rank: int, *, looks: int | None = None
-    ) -> MatmulAdapters:
+        cls,
+        /,
+        rows: int,
+        *,
+        bfloat16: bool = False,
+        norm: str | None = None,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+        invariant: bool = False,
+    ) -> MatmulCall:
         """
-        `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
-        results of others before it computes them itself, for tests; None: some milliseconds long.
+        A call of `rows` rows of float16, or of `bfloat16`. `norm`: "rms" or "layer" where the input is normed; `residual`: one is added.
+        `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is aligned to 8 bytes and the residual to 4; `invariant`: a row's
+        result must not depend on the number of rows.
         """
 
 @final
@@ -1140,6 +1175,29 @@ class MatmulPlan:
         """
 
 @final
+class MatmulTuning:
+    """
+    Launch parameters of a kernel that override its plan, for benchmarks and tests.
+    """
+    @staticmethod
+    def batch(*, slots: int = 0, activations: int = 0, cut: int = 0, groups: int = 0, looks: int = 0) -> MatmulTuning:
+        """
+        Of gemm_batch: slots of the ring, activations streamed (1) or kept (2), parts that K is cut into, warpgroups, and polls for
+        the blocks that share K; 0 keeps the planned number.
+        """
+    @staticmethod
+    def few(*, cut: int = 0, slots: int = 0, window: int = 0, passes: int = 0) -> MatmulTuning:
+        """
+        Of gemm_few: parts that K is cut into, slots of the ring, of which `window` are under way, and passes over the tiles; 0 keeps the
+        planned number.
+        """
+    @staticmethod
+    def ring(*, slots: int, window: int) -> MatmulTuning:
+        """
+        Of gemv_ring: `slots` of the ring, of which `window` are under way.
+        """
+
+@final
 class Matrix:
     """
     A matrix in the kernels' layout.
@@ -1155,13 +1213,7 @@ class Matrix:
         Write W [K, N] float16 into `out`.
         """
     @staticmethod
-    def from_exl2(
-        name: str,
-        parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        prescale: float,
-        exact: bool,
-    ) -> Matrix: ...
+    def from_exl2(name: str, parts: Exl2Parts, bias: Tensor | None, prescale: float, exact: bool) -> Matrix: ...
     @staticmethod
     def from_float(weight: Tensor, bias: Tensor | None, prescale: float) -> Matrix:
         """
@@ -1169,15 +1221,7 @@ class Matrix:
         """
     @staticmethod
     def from_gptq(
-        name: str,
-        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        *,
-        bits: int,
-        v2: bool,
-        group_size: int | None,
-        bias: Tensor | None,
-        prescale: float,
-        exact: bool,
+        name: str, parts: GptqParts, format: GptqFormat, bias: Tensor | None, prescale: float, exact: bool
     ) -> Matrix: ...
     @property
     def in_features(self, /) -> int: ...
@@ -1239,12 +1283,12 @@ class NewKeys:
     def __new__(
         cls,
         /,
+        *,
         key: Tensor,
         value: Tensor,
         stride: int,
         rotation: Rotation,
         slots: Tensor,
-        *,
         early: bool,
         norms: HeadNorms | None = None,
     ) -> NewKeys:
@@ -1286,6 +1330,7 @@ class Pages:
         /,
         kind: str,
         head_dim: int,
+        *,
         key: Tensor,
         value: Tensor,
         key_scales: Tensor | None,
@@ -1339,19 +1384,27 @@ class PeerExchange:
     def gather(
         self,
         /,
+        *,
         own: Tensor,
         full: Tensor,
-        begins: Sequence[int],
+        parts: PeerParts,
         number: int,
-        receivers: int,
         launch: Launch,
-        *,
         send: bool = True,
         receive: bool = True,
     ) -> None:
         """
-        Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
-        each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
+        Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words.
+        """
+
+@final
+class PeerParts:
+    """
+    Columns of each GPU's part of results. Made once for the exchanges of equal parts.
+    """
+    def __new__(cls, /, begins: Sequence[int], *, receivers: int) -> PeerParts:
+        """
+        begins: first column of each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
         """
 
 @final
@@ -1415,56 +1468,41 @@ class Rotation:
     def sin(self, /) -> Tensor: ...
 
 @final
-class RouterPlan:
+class Sampled:
     """
-    How a number of rows is routed.
+    A token with its final probability.
     """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __new__(
+        cls,
+        /,
+        token: int,
+        probability: float,
+        top_tokens: Sequence[int] = ...,
+        top_probabilities: Sequence[float] = ...,
+    ) -> Sampled: ...
+    def __repr__(self, /) -> str: ...
     @property
-    def kernel(self, /) -> str:
-        """
-        experts_route or experts_route_many; "topk" or "sparse_mixture" where the caller computes logits and chooses.
-        """
+    def probability(self, /) -> float: ...
     @property
-    def norms(self, /) -> bool:
-        """
-        The launch norms the rows first.
-        """
+    def token(self, /) -> int: ...
     @property
-    def refused(self, /) -> str | None:
-        """
-        Why no kernel routes, or None.
-        """
+    def top_probabilities(self, /) -> list[float]: ...
     @property
-    def routes(self, /) -> bool:
+    def top_tokens(self, /) -> list[int]:
         """
-        One launch chooses the experts.
-        """
-    @property
-    def scratch_rows(self, /) -> int:
-        """
-        Rows of `logits` and `arrivals` of `ExpertRouter.route`.
+        The first candidates by falling probability, at most `top_n` of the row.
         """
 
 @final
-class SamplingNeeds:
+class SamplingConstants:
     """
-    Launches that the rows of a call need besides shaping and choosing.
+    Constants of a plan on a GPU, made once for each GPU that samples with it.
     """
-    def __new__(cls, /, *, sums: bool = False, wide: bool = False, mix: bool = False) -> SamplingNeeds: ...
-    @property
-    def mix(self, /) -> bool:
+    def __new__(cls, /, *, bias: Tensor | None = None, xtc_ignored: Tensor | None = None) -> SamplingConstants:
         """
-        A row is mixed from two.
-        """
-    @property
-    def sums(self, /) -> bool:
-        """
-        A row needs the sum of its weights.
-        """
-    @property
-    def wide(self, /) -> bool:
-        """
-        A row's candidates may be too many for the choosing block's table.
+        `bias` float32, `xtc_ignored` int32: packed ids that XTC keeps.
         """
 
 @final
@@ -1519,6 +1557,17 @@ class SamplingWorkspace:
         """
 
 @final
+class StagedRows:
+    """
+    The rows of a call in the staging memory, and the launches that they need besides shaping and choosing.
+    """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Needed bytes. If they exceed the staging memory, the rows are not in it.
+        """
+
+@final
 class StepSizes:
     """
     The sizes of a captured step's inputs.
@@ -1568,23 +1617,18 @@ class Tokens:
         `slots` int64 [T]: the places of the tokens' keys and values.
         """
 
-def activate(kind: str, x: Tensor, up: Tensor | None, out: Tensor) -> None:
+def activate(kind: str, x: Tensor, *, up: Tensor | None, out: Tensor) -> None:
     """
     out = activation(x) [* up]; out may be x or up.
     """
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
+def apply_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
     """
     Rotate x [T, H, D] in place; cos, sin [S, R/2].
     """
 
 def best_isa() -> str: ...
-def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
-def cuda_adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
-    """
-    Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
-    """
-
+def cuda_activation(gate: Tensor, *, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
 def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
     """
     Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
@@ -1592,13 +1636,13 @@ def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
 
 def cuda_add_post_norm(
     x: Tensor,
+    *,
     y: Tensor,
     post: NormPrologue | None,
     norm: NormPrologue | None,
-    out: Tensor | None,
-    launch: Launch,
-    *,
+    out: Tensor | None = None,
     into: MatmulInput | None = None,
+    launch: Launch,
 ) -> None:
     """
     x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
@@ -1606,7 +1650,7 @@ def cuda_add_post_norm(
     """
 
 def cuda_add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, *, eps: float, weight_offset: float, launch: Launch
+    x: Tensor, *, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch
 ) -> None:
     """
     x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
@@ -1617,9 +1661,9 @@ def cuda_attention_stores_keys(tokens: int) -> bool:
     Whether the launch of attention rotates and stores the keys of a step of `tokens` tokens a sequence; a launch before it does otherwise.
     """
 
-def cuda_build() -> tuple[list[str], str, str, str]:
+def cuda_build() -> CudaBuild:
     """
-    Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
+    Return what this build holds.
     """
 
 def cuda_cards() -> list[str]:
@@ -1627,7 +1671,7 @@ def cuda_cards() -> list[str]:
     Names of the cards whose kernels can be listed on other machines.
     """
 
-def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
+def cuda_embed(table: Tensor, *, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
     Write table[ids] * factor into out [T, width] float16 or float32.
     """
@@ -1638,13 +1682,7 @@ def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
     fill up.
     """
 
-def cuda_is_decode_step(tokens: int) -> bool:
-    """
-    Whether attention reads sequences of `tokens` tokens each as those of a decode step: each token may have blocks of its own, and results
-    may be packed as the input of a matmul. Longer ones are read as prompts.
-    """
-
-def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
+def cuda_kv_transfer(pages: CudaPages, *, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
     """
     Encode k, v [T, H, D] into slots [T], or (`load`) decode the slots into them.
     """
@@ -1656,16 +1694,16 @@ def cuda_launches() -> dict[str, int]:
     """
 
 def cuda_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
+    x: Tensor, *, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
 ) -> None: ...
 def cuda_layer_norm_packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput, launch: Launch
+    x: Tensor, *, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput, launch: Launch
 ) -> None:
     """
     LayerNorm of x [rows, width] float16 with weight and bias float32 [width], packed in the scratch of `into`.
     """
 
-def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
+def cuda_lora_add(x: Tensor, *, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
     """
     Compute y [T, out] += (x [T, in] A) B with the entry that each row's slot names, all float16.
 
@@ -1716,41 +1754,16 @@ def cuda_plan_alone(card: CudaCard, shape: CudaShape, rows: int, *, invariant: b
     """
 
 def cuda_plan_fused(
-    card: CudaCard,
-    shapes: Sequence[CudaShape],
-    rows: int,
-    *,
-    activation: bool = False,
-    norm: bool = False,
-    layer: bool = False,
-    residual: bool = False,
-    invariant: bool = False,
-    adapted: bool = False,
+    card: CudaCard, shapes: Sequence[CudaShape], call: MatmulCall, *, activation: bool = False
 ) -> MatmulPlan:
     """
     The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
-    activation, for aligned float16.
+    activation.
     """
 
-def cuda_plan_router(
-    card: CudaCard,
-    rows: int,
-    *,
-    hidden: int,
-    experts: int,
-    chosen: int,
-    sparse: bool,
-    quantized: bool,
-    rms: int | None = None,
-) -> RouterPlan:
+def cuda_probe() -> CudaProbe:
     """
-    The plan of a router of `hidden` features that chooses `chosen` of `experts` experts for each of `rows` rows, as `ExpertRouter.plan` makes
-    it for a loaded one. `sparse`: two experts are chosen by the sparse mixer. `rms`: features of the RMS norm before it, or None.
-    """
-
-def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
-    """
-    Return (driver's CUDA version, devices, reason why CUDA cannot be used).
+    Open the driver and return what it finds.
     """
 
 def cuda_probe_empty(device: int, launch: Launch) -> None:
@@ -1773,14 +1786,16 @@ def cuda_refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> s
     Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.
     """
 
-def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
-def cuda_rms_norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float, launch: Launch) -> None:
+def cuda_rms_norm(
+    x: Tensor, *, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch
+) -> None: ...
+def cuda_rms_norm_parts(x: Tensor, *, first: Tensor, second: Tensor, eps: float, launch: Launch) -> None:
     """
     RMS norms, in place, of the first elements of each row of x [rows, stride] float16: of as many as `first` has, then of as many as
     `second` has, both float32.
     """
 
-def cuda_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
+def cuda_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
     pages: CudaPages, q: Tensor, q_stride: int, q_heads: int, new_keys: NewKeys, launch: Launch
 ) -> None:
@@ -1800,32 +1815,26 @@ def cuda_runs_packed(rows: int, *, decodes: bool, packed: int) -> bool:
     `cuda_pass_rows` returns.
     """
 
-def cuda_sample_answers(
-    workspace: SamplingWorkspace, count: int
-) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+def cuda_sample_answers(workspace: SamplingWorkspace, count: int) -> list[Sampled | Failure | None]:
     """
-    The answers of the last launch over `workspace`, whose stream has been synchronized. Token -3: sample this row on the CPU.
+    The answers of the last launch over `workspace`, whose stream has been synchronized. None: sample this row on the CPU.
     """
 
 def cuda_sample_fill(
-    workspace: SamplingWorkspace,
-    requests: Sequence[Row],
-    constants: Sequence[tuple[Tensor | None, Tensor | None]],
-    stream: int,
-) -> tuple[int, SamplingNeeds]:
+    workspace: SamplingWorkspace, requests: Sequence[Row], constants: Sequence[SamplingConstants | None], stream: int
+) -> StagedRows:
     """
-    Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
-    `cuda_sample_launch`. If the needed bytes exceed the staging memory, nothing useful was written and nothing is queued. `constants`: of
-    each request.
+    Write the rows to the staging memory and queue its copy on `stream`. If the needed bytes exceed the staging memory, nothing useful was
+    written and nothing is queued. `constants`: of each request; None: it has none.
     """
 
 def cuda_sample_launch(
-    workspace: SamplingWorkspace, count: int, needs: SamplingNeeds, launch: Launch, next: TokenTarget | None = None
+    workspace: SamplingWorkspace, rows: StagedRows, launch: Launch, next: TokenTarget | None = None
 ) -> None:
     """
-    Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
-    once the stream has passed. `next`: int64 [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the
-    source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
+    Launch for the rows that `cuda_sample_fill` wrote and copied. The answers are in the workspace once the stream has passed. `next`: int64
+    [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the source and destination of a copy before
+    the launch. Rows that are left to the CPU may write no token.
     """
 
 def cuda_select_adapters(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> KernelChoice:
@@ -1859,6 +1868,11 @@ def cuda_select_rope_store(
     The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors.
     """
 
+def cuda_select_router(card: CudaCard, experts: int, rows: int) -> str:
+    """
+    The kernel that chooses among `experts` experts for each of `rows` rows.
+    """
+
 def cuda_select_sampling(
     card: CudaCard,
     plan: SamplingPlan,
@@ -1884,12 +1898,12 @@ def dequantized_bytes() -> int:
     Memory for dequantized matrices of experts, unless a single one is larger.
     """
 
-def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:
+def exl2_check(name: str, parts: Exl2Parts) -> list[tuple[int, int]]:
     """
     Check an EXL2 matrix and return (bits, rows) of each group.
     """
 
-def exl2_dequantize(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor) -> None:
+def exl2_dequantize(name: str, parts: Exl2Parts, out: Tensor) -> None:
     """
     Dequantize W [K, N] into `out`.
     """
@@ -1899,28 +1913,12 @@ def exl2_groups(name: str, plan_text: str, k: int) -> list[tuple[int, int]]:
     Return (bits, rows) of each group that `plan` cuts `k` rows into.
     """
 
-def exl2_pack(
-    name: str,
-    codes: Tensor,
-    *,
-    scale_codes: Tensor,
-    q_scale_max: Tensor,
-    groups: Sequence[tuple[int, int]],
-    perm: Tensor | None,
-    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def exl2_pack(name: str, codes: Exl2Codes, perm: Tensor | None, parts: Exl2Parts) -> None:
     """
-    Pack codes [K, N] and scale codes [G, N] into `parts`.
+    Pack `codes` into `parts`.
     """
 
-def exl2_quantize(
-    name: str,
-    weight: Tensor,
-    plan_text: str,
-    perm: Tensor | None,
-    grid: bool,
-    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def exl2_quantize(name: str, weight: Tensor, plan_text: str, perm: Tensor | None, grid: bool, parts: Exl2Parts) -> None:
     """
     Quantize `weight` [out, in] into `parts`.
     """
@@ -1930,35 +1928,18 @@ def exl2_total_bits(name: str, plan_text: str, k: int, n: int) -> int:
     Bits of a [k, n] matrix under `plan`.
     """
 
-def gptq_check(
-    name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
-) -> tuple[int, int]:
+def gptq_check(name: str, parts: GptqParts, format: GptqFormat) -> tuple[int, int]:
     """
-    Check a GPTQ matrix and return the group of each row.
+    Check a GPTQ matrix and return (in_features, out_features).
     """
 
-def gptq_dequantize(
-    name: str,
-    parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    bits: int,
-    v2: bool,
-    group_size: int | None,
-    out: Tensor,
-) -> None:
+def gptq_dequantize(name: str, parts: GptqParts, format: GptqFormat, out: Tensor) -> None:
     """
     Dequantize W [K, N] into `out`.
     """
 
 def gptq_quantize(
-    name: str,
-    weight: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    v2: bool,
-    perm: Tensor | None,
-    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    name: str, weight: Tensor, format: GptqFormat, symmetric: bool, perm: Tensor | None, parts: GptqParts
 ) -> None:
     """
     Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
@@ -1970,17 +1951,17 @@ def kernel_limits() -> KernelLimits:
     Return the limits of the kernels.
     """
 
-def kv_load(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def kv_load(pages: Pages, *, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """
     Decode slots [T] into k, v [T, H, D].
     """
 
-def kv_store(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def kv_store(pages: Pages, *, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """
     Encode k, v [T, H, D] into slots [T].
     """
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+def layer_norm(x: Tensor, *, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
     """
     Like `rms_norm`, with mean and bias.
     """
@@ -2022,7 +2003,7 @@ def read_into(path: str | PathLike[str], offset: int, out: Tensor, name: str) ->
     Fill `out` (uint8) with the file's bytes at `offset`.
     """
 
-def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, out: Tensor) -> None:
+def rms_norm(x: Tensor, *, weight: Tensor, offset: float, eps: float, out: Tensor) -> None:
     """
     Normalize x [.., D] into out (which may be x); weight float32 [D] or [H, D], the last dimensions of x's shape.
     """
@@ -2032,12 +2013,12 @@ def run_empty(tasks: int) -> None:
     Run `tasks` empty tasks, to measure the overhead of a job.
     """
 
-def safetensors_header(path: str | PathLike[str]) -> tuple[list[tuple[str, str, list[int], int, int]], dict[str, str]]:
+def safetensors_header(path: str | PathLike[str]) -> FileHeader:
     """
-    Check the header of a safetensors file and return its entries in data order and its metadata.
+    Check the header of a safetensors file and return it.
     """
 
-def sample_rows(requests: Sequence[Row]) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+def sample_rows(requests: Sequence[Row]) -> list[Sampled | Failure]:
     """
     Sample each row from its float32 logits in CPU memory.
     """

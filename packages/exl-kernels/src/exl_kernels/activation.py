@@ -54,11 +54,11 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
         return cuda_ops.activation(x, kind, out=out)
     result = torch.empty_like(x) if out is None else out
     try:
-        _native.activate(kind, x, None, result)
+        _native.activate(kind, x, up=None, out=result)
     except (TypeError, ValueError):
         _check("activation", kind, x)
         result = require_out("activation", out, x)
-        _native.activate(kind, x.contiguous(), None, result)
+        _native.activate(kind, x.contiguous(), up=None, out=result)
     return result
 
 
@@ -111,14 +111,14 @@ def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Ten
         return cuda_ops.gated_activation(gate, up, kind, out=out)
     result = torch.empty_like(gate) if out is None else out
     try:
-        _native.activate(kind, gate, up, result)
+        _native.activate(kind, gate, up=up, out=result)
     except (TypeError, ValueError):
         _check("gated_activation", kind, gate, up)
         if gate.shape != up.shape:
             text = f"gated_activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape"
             raise ShapeError(text) from None
         result = require_out("gated_activation", out, gate)
-        _native.activate(kind, gate.contiguous(), up.contiguous(), result)
+        _native.activate(kind, gate.contiguous(), up=up.contiguous(), out=result)
     return result
 
 

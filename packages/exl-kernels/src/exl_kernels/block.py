@@ -69,8 +69,9 @@ class Tokens:
         if key_mask is not None:
             require_dtype("Tokens: key_mask", key_mask, torch.float32)
         self.count = rows.numel()
-        tables = _native.AttentionTables(block_table, rows, positions, key_mask)
-        self._native = _native.Tokens(tables, _native.Rotation(cos, sin, rope_positions, interleaved), slots)
+        tables = _native.AttentionTables(block_table, rows=rows, positions=positions, key_mask=key_mask)
+        rotation = _native.Rotation(cos=cos, sin=sin, positions=rope_positions, interleaved=interleaved)
+        self._native = _native.Tokens(tables, rotation, slots)
 
 
 class BlockNorm:

@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     _check_norm(x, weight)
     out = _output(out, x)
     if x.numel():
-        _native.cuda_rms_norm(x, weight, out, eps, weight_offset, launch_on(x))
+        _native.cuda_rms_norm(x, weight=weight, out=out, eps=eps, weight_offset=weight_offset, launch=launch_on(x))
     return out
 
 
@@ -88,7 +88,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ou
             weight, bias = weight.float(), bias.float()
     out = _output(out, x)
     if x.numel():
-        _native.cuda_layer_norm(x, weight, bias, out, eps, launch_on(x))
+        _native.cuda_layer_norm(x, weight=weight, bias=bias, out=out, eps=eps, launch=launch_on(x))
     return out
 
 
@@ -125,7 +125,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     if positions.shape != x.shape[:1] or not positions.is_contiguous():
         raise ShapeError(f"positions is {tuple(positions.shape)}: expected contiguous [{x.shape[0]}]")
     if x.numel() and cos.numel():
-        _native.cuda_rope(x, cos, sin, positions, interleaved, launch_on(x))
+        _native.cuda_rope(x, cos=cos, sin=sin, positions=positions, interleaved=interleaved, launch=launch_on(x))
     return x
 
 
@@ -137,7 +137,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None 
     if up.shape != gate.shape or up.dtype != gate.dtype:
         raise ShapeError(f"up is {tuple(up.shape)} {up.dtype}: expected {tuple(gate.shape)} {gate.dtype}, as gate")
     out = _output(out, gate)
-    _native.cuda_activation(gate, up, out, kind, launch_on(gate))
+    _native.cuda_activation(gate, up=up, out=out, kind=kind, launch=launch_on(gate))
     return out
 
 
@@ -146,7 +146,7 @@ def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
     _check_kind(kind)
     check_operand("x", x)
     out = _output(out, x)
-    _native.cuda_activation(x, None, out, kind, launch_on(x))
+    _native.cuda_activation(x, up=None, out=out, kind=kind, launch=launch_on(x))
     return out
 
 

@@ -57,6 +57,15 @@ class Exl2Parts(NamedTuple):
     q_invperm: Tensor
 
 
+class Exl2Codes(NamedTuple):
+    """The codes of an EXL2 matrix before they are packed; `exl2_pack` gives shapes and dtypes."""
+
+    codes: Tensor
+    scale_codes: Tensor
+    q_scale_max: Tensor
+    groups: Sequence[tuple[int, int]]
+
+
 class GptqParts(NamedTuple):
     """The tensors of a GPTQ matrix; `gptq_dequantize` gives shapes and dtypes."""
 
@@ -220,15 +229,8 @@ def exl2_pack(
     if any(bits < 0 or rows < 0 for bits, rows in groups):
         raise FormatError(f"{name or 'exl2_pack'}: groups {list(groups)[:4]}: bits and rows are positive")
     result = _exl2_empty(groups, codes.shape[1])
-    _native.exl2_pack(
-        name,
-        codes.contiguous(),
-        scale_codes=scale_codes.contiguous(),
-        q_scale_max=q_scale_max.contiguous(),
-        groups=list(groups),
-        perm=_perm(perm, name),
-        parts=result,
-    )
+    given = Exl2Codes(codes.contiguous(), scale_codes.contiguous(), q_scale_max.contiguous(), list(groups))
+    _native.exl2_pack(name, given, _perm(perm, name), result)
     return result._asdict()
 
 
@@ -345,16 +347,8 @@ def gptq_quantize(
         scales=torch.empty((groups, out_features), dtype=torch.float16),
         g_idx=torch.empty(in_features, dtype=torch.int32),
     )
-    _native.gptq_quantize(
-        name,
-        weight,
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        v2=_is_v2(zeros),
-        perm=_perm(perm, name),
-        parts=result,
-    )
+    format = GptqFormat(bits, _is_v2(zeros), group_size)
+    _native.gptq_quantize(name, weight, format, symmetric, _perm(perm, name), result)
     return result._asdict()
 
 

@@ -55,7 +55,7 @@ def embed(
         raise ShapeError(f"embed: table {tuple(table.shape)}, ids {tuple(ids.shape)}; expected [rows, D] and [T]")
     out = torch.empty((ids.shape[0], table.shape[1]), dtype=_DTYPES[dtype], device=table.device)
     if out.numel():
-        _native.cuda_embed(table, ids.contiguous(), out, factor, launch_on(table))
+        _native.cuda_embed(table, ids=ids.contiguous(), out=out, factor=factor, launch=launch_on(table))
     return out
 
 
@@ -86,7 +86,9 @@ def add_rms_norm(
     if y.dtype != x.dtype or out.dtype != x.dtype:
         raise DTypeError(f"add_rms_norm: x is {x.dtype}, y {y.dtype}, out {out.dtype}; expected one type")
     if x.numel():
-        _native.cuda_add_rms_norm(x, y, weight, out, eps=eps, weight_offset=weight_offset, launch=launch_on(x))
+        _native.cuda_add_rms_norm(
+            x, y=y, weight=weight, out=out, eps=eps, weight_offset=weight_offset, launch=launch_on(x)
+        )
     return out
 
 
@@ -138,10 +140,10 @@ def add_post_norm(
     if into is not None:
         _check_packs("add_post_norm", into, x)
         packed = into.native()
-        _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
+        _native.cuda_add_post_norm(x, y=y, post=norms[0], norm=norms[1], into=packed, launch=launch_on(x))
         return into.scratch
     if x.numel():
-        _native.cuda_add_post_norm(x, y, norms[0], norms[1], out, launch_on(x))
+        _native.cuda_add_post_norm(x, y=y, post=norms[0], norm=norms[1], out=out, launch=launch_on(x))
     return out
 
 
@@ -175,7 +177,7 @@ def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
         return x
     check_operand("norm_parts: x", x)
     if x.numel():
-        _native.cuda_rms_norm_parts(x, first, second, eps, launch_on(x))
+        _native.cuda_rms_norm_parts(x, first=first, second=second, eps=eps, launch=launch_on(x))
     return x
 
 
@@ -211,7 +213,7 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     _check_packs("layer_norm_packed", into, x)
     try:
         packed = into.native()
-        _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
+        _native.cuda_layer_norm_packed(x, weight=weight, bias=bias, eps=eps, into=packed, launch=launch_on(x))
     except ValueError as error:
         raise ShapeError(
             f"layer_norm_packed: x is {tuple(x.shape)}, into has {into.columns} columns and "
@@ -285,11 +287,11 @@ def rope_store(
         raise DTypeError(f"rope_store: q is on {q.device}, the pages are on {pages.device}; use one device")
     require_gpu_head_dim("rope_store", pages.head_dim)
     try:
-        rotation = _native.Rotation(cos, sin, positions, interleaved)
+        rotation = _native.Rotation(cos=cos, sin=sin, positions=positions, interleaved=interleaved)
         (flat_q, q_stride), (flat_k, stride), (flat_v, _) = (
             flat_rows("rope_store", name, t) for name, t in (("q", q), ("k", k), ("v", v))
         )
-        new_keys = _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=True)
+        new_keys = _native.NewKeys(key=flat_k, value=flat_v, stride=stride, rotation=rotation, slots=slots, early=True)
         launch = launch_of(stream_of(q))
         _native.cuda_rope_store(pages.native_cuda(), flat_q, q_stride, q.shape[1], new_keys, launch)
     except ValueError as error:

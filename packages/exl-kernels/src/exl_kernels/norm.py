@@ -41,11 +41,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         return cuda_ops.rms_norm(x, weight, eps, weight_offset=weight_offset, out=out)
     result = torch.empty_like(x) if out is None else out
     try:
-        _native.rms_norm(x, weight, weight_offset, eps, result)
+        _native.rms_norm(x, weight=weight, offset=weight_offset, eps=eps, out=result)
     except (TypeError, ValueError):
         _check("rms_norm", x, weight, None)
         result = require_out("rms_norm", out, x)
-        _native.rms_norm(x.contiguous(), _float32(weight), weight_offset, eps, result)
+        _native.rms_norm(x.contiguous(), weight=_float32(weight), offset=weight_offset, eps=eps, out=result)
     return result
 
 
@@ -71,12 +71,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ou
         return cuda_ops.layer_norm(x, weight, bias, eps, out=out)
     result = torch.empty_like(x) if out is None else out
     try:
-        _native.layer_norm(x, weight, bias, eps, result)
+        _native.layer_norm(x, weight=weight, bias=bias, eps=eps, out=result)
     except (TypeError, ValueError):
         _check("layer_norm", x, weight, bias)
         result = require_out("layer_norm", out, x)
         b = None if bias is None else _float32(bias)
-        _native.layer_norm(x.contiguous(), _float32(weight), b, eps, result)
+        _native.layer_norm(x.contiguous(), weight=_float32(weight), bias=b, eps=eps, out=result)
     return result
 
 

@@ -92,6 +92,7 @@ class ExchangeBuffers:
         for device in {*self.devices}:  # no GPU may store into a buffer that is still to be filled with zeros
             torch.cuda.synchronize(device)
         limit_ns = int(limit * 1e9)
+        self._parts: dict[tuple[tuple[int, ...], int], _native.PeerParts] = {}
         self._native = [
             _native.PeerExchange(buffers, half=self._half, me=gpu, step=step, failed=failed, limit_ns=limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
@@ -155,12 +156,20 @@ class ExchangeBuffers:
             raise ShapeError(f"{what}: {full.nbytes} bytes exceed the exchange buffers, which were made for fewer")
         if not (own.is_contiguous() and full.is_contiguous()):
             raise ShapeError(f"{what}: own and full must be contiguous")
-        bits = sum(1 << one for one in got)
-        words = [begin // per for begin in begins]
         if not full.numel():
             return
+        parts = self._parts_of(tuple(begin // per for begin in begins), sum(1 << one for one in got))
         mine, whole, launch = own.view(torch.int32), full.view(torch.int32), launch_on(full)
-        self._native[gpu].gather(mine, whole, words, number, bits, launch, send=send, receive=receive)
+        self._native[gpu].gather(
+            own=mine, full=whole, parts=parts, number=number, launch=launch, send=send, receive=receive
+        )
+
+    def _parts_of(self, words: tuple[int, ...], receivers: int) -> _native.PeerParts:
+        """Return the first word of each GPU and their number as the kernels take them, with the receivers' bits."""
+        found = self._parts.get((words, receivers))
+        if found is None:
+            found = self._parts[words, receivers] = _native.PeerParts(words, receivers=receivers)
+        return found
 
     def _room(self, gpu: int, number: int) -> int:
         """Return the words of a result that a GPU can receive in an exchange."""

@@ -35,10 +35,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     if x.is_cuda:
         return cuda_ops.apply_rope(x, cos, sin, positions, interleaved=interleaved)
     try:
-        _native.apply_rope(x, cos, sin, positions, interleaved)
+        _native.apply_rope(x, cos=cos, sin=sin, positions=positions, interleaved=interleaved)
     except (TypeError, ValueError):
         _check(x, cos, sin, positions)
-        _native.apply_rope(x, cos.contiguous(), sin.contiguous(), positions.contiguous(), interleaved)
+        _native.apply_rope(
+            x,
+            cos=cos.contiguous(),
+            sin=sin.contiguous(),
+            positions=positions.contiguous(),
+            interleaved=interleaved,
+        )
     return x
 
 

@@ -257,8 +257,7 @@ class Card:
         rows: int,
         *,
         activation: bool = False,
-        norm: bool = False,
-        layer: bool = False,
+        norm: Literal["rms", "layer"] | None = None,
         residual: bool = False,
         adapted: bool = False,
     ) -> _native.MatmulPlan:
@@ -268,23 +267,13 @@ class Card:
             matrices: the matrices of the launch.
             rows: number of float16 rows.
             activation: two matrices are gate and up, or one has its results activated.
-            norm: a norm of the input is fused.
-            layer: the norm is a LayerNorm.
+            norm: the norm of the input that is fused.
             residual: a residual is added.
             adapted: adapters are added (`PlannedMatmul.takes_adapters`).
         """
         shapes = [matrix._native for matrix in matrices]
-        return _native.cuda_plan_fused(
-            self._native,
-            shapes,
-            rows,
-            activation=activation,
-            norm=norm,
-            layer=layer,
-            residual=residual,
-            invariant=True,
-            adapted=adapted,
-        )
+        call = _native.MatmulCall(rows, norm=norm, residual=residual, invariant=True, adapted=adapted)
+        return _native.cuda_plan_fused(self._native, shapes, call, activation=activation)
 
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
         """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
@@ -409,10 +398,11 @@ class Card:
             keys=keys,
             window=window,
             softcap=softcap,
-            rotated=rotated,
-            interleaved=interleaved,
-            row_tokens=tokens if stored else None,
         )
+        if rotated is not None:
+            shape = shape.with_own_keys(rotated, interleaved=interleaved)
+        if stored:
+            shape = shape.with_rows(tokens)
         plan = _native.cuda_select_attention(self._native, shape)
         return Selection.of(plan.kernel, plan.refused)
 

@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, same_shape};
 
 /// out = activation(x) [* up]; out may be x or up.
 #[pyfunction]
-#[pyo3(signature = (kind, x, up, out))]
+#[pyo3(signature = (kind, x, *, up, out))]
 pub fn activate(
     py: Python<'_>,
     kind: &str,

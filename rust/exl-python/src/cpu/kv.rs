@@ -38,7 +38,7 @@ impl Pages {
 impl Pages {
     /// key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
     #[new]
-    #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
+    #[pyo3(signature = (kind, head_dim, *, key, value, key_scales, value_scales))]
     fn new(
         py: Python<'_>,
         kind: &str,
@@ -106,6 +106,7 @@ impl Pages {
 
 /// Encode k, v [T, H, D] into slots [T].
 #[pyfunction]
+#[pyo3(signature = (pages, *, k, v, slots))]
 pub fn kv_store(
     py: Python<'_>,
     pages: &Bound<'_, Pages>,
@@ -125,6 +126,7 @@ pub fn kv_store(
 
 /// Decode slots [T] into k, v [T, H, D].
 #[pyfunction]
+#[pyo3(signature = (pages, *, slots, k, v))]
 pub fn kv_load(
     py: Python<'_>,
     pages: &Bound<'_, Pages>,

@@ -52,7 +52,7 @@ impl Experts {
     /// out [rows, hidden] = (out, if `add`) + sum of weights * the experts of h (+ the shared expert's result * shared_weights). All
     /// float32, `ids` int64; `ids` and `weights` [rows, chosen]. The shared expert's result is `shared` where given, else that of its own
     /// matrices. `out` does not overlap the other operands.
-    #[pyo3(signature = (h, ids, weights, out, *, add=false, shared=None, shared_weights=None))]
+    #[pyo3(signature = (h, *, ids, weights, out, add=false, shared=None, shared_weights=None))]
     fn run(
         &self,
         py: Python<'_>,

@@ -11,6 +11,7 @@ use pyo3::exceptions::PyValueError;
 
 /// Normalize x [.., D] into out (which may be x); weight float32 [D] or [H, D], the last dimensions of x's shape.
 #[pyfunction]
+#[pyo3(signature = (x, *, weight, offset, eps, out))]
 pub fn rms_norm(
     py: Python<'_>,
     x: Tensor,
@@ -28,7 +29,7 @@ pub fn rms_norm(
 
 /// Like `rms_norm`, with mean and bias.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, eps, out))]
+#[pyo3(signature = (x, *, weight, bias, eps, out))]
 pub fn layer_norm(
     py: Python<'_>,
     x: Tensor,

@@ -11,6 +11,7 @@ use crate::tensor::{Tensor, same_shape};
 
 /// Rotate x [T, H, D] in place; cos, sin [S, R/2].
 #[pyfunction]
+#[pyo3(signature = (x, *, cos, sin, positions, interleaved))]
 pub fn apply_rope(
     py: Python<'_>,
     x: Tensor,

@@ -31,7 +31,7 @@ pub struct CudaPages {
 impl CudaPages {
     /// key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
     #[new]
-    #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
+    #[pyo3(signature = (kind, head_dim, *, key, value, key_scales, value_scales))]
     fn new(
         py: Python<'_>,
         kind: &str,
@@ -169,6 +169,7 @@ impl CudaPages {
 
 /// Encode k, v [T, H, D] into slots [T], or (`load`) decode the slots into them.
 #[pyfunction]
+#[pyo3(signature = (pages, *, k, v, slots, load, launch))]
 pub fn cuda_kv_transfer(
     py: Python<'_>,
     pages: &Bound<'_, CudaPages>,
@@ -259,7 +260,7 @@ impl NewKeys {
     /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
     /// be read before the preceding launches have ended.
     #[new]
-    #[pyo3(signature = (key, value, stride, rotation, slots, *, early, norms=None))]
+    #[pyo3(signature = (*, key, value, stride, rotation, slots, early, norms=None))]
     fn new(
         key: Tensor,
         value: Tensor,

@@ -18,7 +18,7 @@ use crate::tensor::{DType, Tensor};
 
 /// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
 #[pyfunction]
-#[pyo3(signature = (x, y, weight, out, *, eps, weight_offset, launch))]
+#[pyo3(signature = (x, *, y, weight, out, eps, weight_offset, launch))]
 pub fn cuda_add_rms_norm(
     py: Python<'_>,
     x: Tensor,
@@ -59,7 +59,7 @@ pub fn cuda_add_rms_norm(
 /// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
 /// `into`, whose scratch then has the normed rows packed as a matmul's input.
 #[pyfunction]
-#[pyo3(signature = (x, y, post, norm, out, launch, *, into=None))]
+#[pyo3(signature = (x, *, y, post, norm, out=None, into=None, launch))]
 pub fn cuda_add_post_norm(
     py: Python<'_>,
     x: Tensor,
@@ -67,8 +67,8 @@ pub fn cuda_add_post_norm(
     post: Option<&NormPrologue>,
     norm: Option<&NormPrologue>,
     out: Option<Tensor>,
-    launch: &Launch,
     into: Option<&MatmulInput>,
+    launch: &Launch,
 ) -> PyResult<()> {
     let width = x.shape.last().copied().unwrap_or(0);
     expect(
@@ -122,7 +122,7 @@ pub fn cuda_add_post_norm(
 /// RMS norms, in place, of the first elements of each row of x [rows, stride] float16: of as many as `first` has, then of as many as
 /// `second` has, both float32.
 #[pyfunction]
-#[pyo3(signature = (x, first, second, eps, launch))]
+#[pyo3(signature = (x, *, first, second, eps, launch))]
 pub fn cuda_rms_norm_parts(
     py: Python<'_>,
     x: Tensor,
@@ -160,7 +160,7 @@ pub fn cuda_rms_norm_parts(
 
 /// LayerNorm of x [rows, width] float16 with weight and bias float32 [width], packed in the scratch of `into`.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, eps, into, launch))]
+#[pyo3(signature = (x, *, weight, bias, eps, into, launch))]
 pub fn cuda_layer_norm_packed(
     py: Python<'_>,
     x: Tensor,
@@ -279,6 +279,7 @@ pub fn cuda_rope_store(
 
 /// Write table[ids] * factor into out [T, width] float16 or float32.
 #[pyfunction]
+#[pyo3(signature = (table, *, ids, out, factor, launch))]
 pub fn cuda_embed(
     py: Python<'_>,
     table: Tensor,

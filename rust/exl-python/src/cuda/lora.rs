@@ -19,7 +19,7 @@ use crate::tensor::{DType, Tensor};
 /// table: int64 [entries, 5], addresses of A [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the
 /// rank. slots: int32 [T], negative for none; None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
 #[pyfunction]
-#[pyo3(signature = (x, y, table, slots, middle, launch))]
+#[pyo3(signature = (x, *, y, table, slots, middle, launch))]
 pub fn cuda_lora_add(
     py: Python<'_>,
     x: Tensor,

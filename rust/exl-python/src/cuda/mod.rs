@@ -211,6 +211,7 @@ fn launch_norm(
 }
 
 #[pyfunction]
+#[pyo3(signature = (x, *, weight, out, eps, weight_offset, launch))]
 pub fn cuda_rms_norm(
     py: Python<'_>,
     x: Tensor,
@@ -233,7 +234,7 @@ pub fn cuda_rms_norm(
 }
 
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, out, eps, launch))]
+#[pyo3(signature = (x, *, weight, bias, out, eps, launch))]
 pub fn cuda_layer_norm(
     py: Python<'_>,
     x: Tensor,
@@ -257,6 +258,7 @@ pub fn cuda_layer_norm(
 }
 
 #[pyfunction]
+#[pyo3(signature = (x, *, cos, sin, positions, interleaved, launch))]
 pub fn cuda_rope(
     py: Python<'_>,
     x: Tensor,
@@ -323,7 +325,7 @@ pub fn activation_kind(name: &str) -> PyResult<elementwise::Activation> {
 }
 
 #[pyfunction]
-#[pyo3(signature = (gate, up, out, kind, launch))]
+#[pyo3(signature = (gate, *, up, out, kind, launch))]
 pub fn cuda_activation(
     py: Python<'_>,
     gate: Tensor,

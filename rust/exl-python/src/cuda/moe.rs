@@ -97,7 +97,7 @@ impl CudaExperts {
     /// Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
     /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
     /// `table`; `scratch` is uint8, the bytes of a plan of at least as many rows.
-    #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None))]
+    #[pyo3(signature = (table, h, *, ids, weights, scratch, out, launch, shared=None, shared_weights=None, residual=None))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn run(
         &self,
@@ -276,7 +276,7 @@ impl CudaExperts {
 
     /// Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
     /// [_, hidden]; `places` int32 [rows, chosen]: the row of each choice's result there; the rest as for `run`.
-    #[pyo3(signature = (parts, places, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
+    #[pyo3(signature = (parts, *, places, weights, out, launch, shared=None, shared_weights=None, residual=None))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn combine(
         &self,

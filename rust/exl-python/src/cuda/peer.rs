@@ -13,6 +13,28 @@ use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
+/// Columns of each GPU's part of results. Made once for the exchanges of equal parts.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct PeerParts {
+    begins: Vec<usize>,
+    receivers: u32,
+}
+
+#[pymethods]
+impl PeerParts {
+    /// begins: first column of each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
+    #[new]
+    #[pyo3(signature = (begins, *, receivers))]
+    fn new(begins: Vec<usize>, receivers: u32) -> PyResult<Self> {
+        expect(
+            begins.is_sorted() && !begins.is_empty(),
+            "begins must be ascending",
+        )?;
+        Ok(Self { begins, receivers })
+    }
+}
+
 /// The exchange buffers of GPUs that exchange parts of results, as one of them sees them.
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct PeerExchange {
@@ -61,18 +83,15 @@ impl PeerExchange {
         })
     }
 
-    /// Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
-    /// each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
-    #[pyo3(signature = (own, full, begins, number, receivers, launch, *, send=true, receive=true))]
-    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
+    /// Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words.
+    #[pyo3(signature = (*, own, full, parts, number, launch, send=true, receive=true))]
     fn gather(
         &self,
         py: Python<'_>,
         own: Tensor,
         full: Tensor,
-        begins: Vec<usize>,
+        parts: &PeerParts,
         number: u32,
-        receivers: u32,
         launch: &Launch,
         send: bool,
         receive: bool,
@@ -88,9 +107,12 @@ impl PeerExchange {
             word(&own) && word(&full),
             "own and full must be matrices of 32-bit words",
         )?;
+        let &PeerParts {
+            ref begins,
+            receivers,
+        } = parts;
         let columns = begins.last().copied().unwrap_or(0);
         let wide = begins.len() == self.buffers.len() + 1
-            && begins.windows(2).all(|pair| pair[0] <= pair[1])
             && own.shape[1] == begins[self.me + 1] - begins[self.me]
             && full.shape == [own.shape[0], columns];
         expect(wide, "own and full must have the widths that begins says")?;
@@ -104,7 +126,7 @@ impl PeerExchange {
                 .min()
                 .unwrap_or(usize::MAX),
             rows: own.shape[0],
-            begins,
+            begins: begins.clone(),
             me: self.me,
             own: own.ptr,
             full: full.ptr,

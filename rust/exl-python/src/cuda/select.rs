@@ -20,7 +20,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cpu::sampling::SamplingPlan;
-use crate::cuda::linear::MatmulPlan;
+use crate::cuda::linear::{MatmulCall, MatmulPlan};
 use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqFormat, GptqParts};
@@ -135,35 +135,18 @@ impl CudaShape {
 }
 
 /// The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
-/// activation, for aligned float16.
+/// activation.
 #[pyfunction]
-#[pyo3(signature = (card, shapes, rows, *, activation=false, norm=false, layer=false, residual=false, invariant=false, adapted=false))]
-#[allow(clippy::fn_params_excessive_bools, clippy::too_many_arguments)] // one keyword each
+#[pyo3(signature = (card, shapes, call, *, activation=false))]
 pub fn cuda_plan_fused(
     card: &CudaCard,
     shapes: Vec<PyRef<'_, CudaShape>>,
-    rows: usize,
+    call: &MatmulCall,
     activation: bool,
-    norm: bool,
-    layer: bool,
-    residual: bool,
-    invariant: bool,
-    adapted: bool,
 ) -> MatmulPlan {
     let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
-    let epilogue = Epilogue {
-        activation: activation && matrices.len() == 1,
-        gate: activation && matrices.len() > 1,
-        norm: norm || layer,
-        layer,
-        residual,
-        bf16: false,
-        adapted,
-    };
-    let call = Call {
-        invariant,
-        ..Call::aligned(rows, epilogue)
-    };
+    let gate = activation && matrices.len() > 1;
+    let call = call.of(gate, activation && !gate);
     MatmulPlan {
         plan: select::plan(&card.caps, &matrices, call),
     }
@@ -496,35 +479,24 @@ pub struct AttentionShape {
 
 #[pymethods]
 impl AttentionShape {
-    /// `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
-    /// table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
-    /// each head. `row_tokens` and `windows`: as `tokens` and `windows` of `CudaPages.attention`.
+    /// `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `window` and `softcap` as of
+    /// `AttentionOptions`. The pages have 256 tokens, and the keys of the call are stored before.
     #[new]
-    #[pyo3(signature = (heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, row_tokens=None, windows=false))]
-    #[allow(clippy::too_many_arguments)] // one keyword each
+    #[pyo3(signature = (heads, *, batch, tokens, keys, window=0, softcap=0.0))]
     fn new(
         heads: &AttentionHeads,
         batch: usize,
         tokens: usize,
         keys: usize,
-        page_size: usize,
-        pages: Option<usize>,
         window: usize,
         softcap: f32,
-        rotated: Option<usize>,
-        interleaved: bool,
-        row_tokens: Option<usize>,
-        windows: bool,
-    ) -> PyResult<Self> {
+    ) -> Self {
         let &AttentionHeads {
             kind,
             head_dim,
             q_heads,
             kv_heads,
         } = heads;
-        if page_size == 0 {
-            return Err(PyValueError::new_err("pages of 0 tokens"));
-        }
         let call = AttentionCall {
             kind,
             head_dim,
@@ -535,20 +507,44 @@ impl AttentionShape {
             batch,
             tokens,
             keys,
-            page_size,
-            max_pages: pages.unwrap_or_else(|| keys.div_ceil(page_size).max(1)),
+            page_size: 256,
+            max_pages: keys.div_ceil(256).max(1),
             window,
             capped: softcap != 0.0,
             masked: false,
-            new_keys: rotated.map(|elements| Rotated {
-                elements,
-                interleaved,
-            }),
-            rows: row_tokens.map_or(attention::Rows::Sequences, |each| {
-                attention::Rows::of(each, windows)
-            }),
+            new_keys: None,
+            rows: attention::Rows::Sequences,
         };
+        Self { call }
+    }
+
+    /// The call with a block table of `columns` pages of `page_size` tokens.
+    fn with_pages(&self, page_size: usize, columns: usize) -> PyResult<Self> {
+        if page_size == 0 {
+            return Err(PyValueError::new_err("pages of 0 tokens"));
+        }
+        let (mut call, max_pages) = (self.call, columns);
+        (call.page_size, call.max_pages) = (page_size, max_pages);
         Ok(Self { call })
+    }
+
+    /// The call whose launch stores its own keys, with `rotated` elements of each head rotated.
+    #[pyo3(signature = (rotated, *, interleaved=false))]
+    fn with_own_keys(&self, rotated: usize, interleaved: bool) -> Self {
+        let mut call = self.call;
+        call.new_keys = Some(Rotated {
+            elements: rotated,
+            interleaved,
+        });
+        Self { call }
+    }
+
+    /// The call with at most `tokens` tokens a row of the block table; `windows` as of `CudaPages.attention`.
+    #[pyo3(signature = (tokens, *, windows=false))]
+    fn with_rows(&self, tokens: usize, windows: bool) -> Self {
+        let mut call = self.call;
+        call.rows = attention::Rows::of(tokens, windows);
+        Self { call }
     }
 }
 

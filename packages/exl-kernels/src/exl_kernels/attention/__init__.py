@@ -82,13 +82,15 @@ def paged_attention(
         )
     result = torch.empty_like(q) if out is None else out
     try:
-        tables = _native.AttentionTables(block_table, rows, positions, key_mask)
+        tables = _native.AttentionTables(block_table, rows=rows, positions=positions, key_mask=key_mask)
         _native.paged_attention(q, pages.native(), tables, scale=scale, window=window, softcap=softcap, out=result)
     except (TypeError, ValueError, OverflowError):
         _check(q, pages, block_table, rows, positions, window, softcap, key_mask)
         result = require_out("paged_attention", out, q)
         mask = None if key_mask is None else key_mask.contiguous()
-        tables = _native.AttentionTables(block_table.contiguous(), rows.contiguous(), positions.contiguous(), mask)
+        tables = _native.AttentionTables(
+            block_table.contiguous(), rows=rows.contiguous(), positions=positions.contiguous(), key_mask=mask
+        )
         _native.paged_attention(q, pages.native(), tables, scale=scale, window=window, softcap=softcap, out=result)
     return result
 

@@ -294,7 +294,9 @@ def _new_keys(
     (flat_k, stride), (flat_v, _) = flat_rows(what, "k", k), flat_rows(what, "v", v)
     try:
         heads = None if norms is None else _native.HeadNorms(norms.q, norms.k, norms.eps)
-        return _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=early, norms=heads)
+        return _native.NewKeys(
+            key=flat_k, value=flat_v, stride=stride, rotation=rotation, slots=slots, early=early, norms=heads
+        )
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
 

@@ -78,7 +78,9 @@ class PromptAttention:
         if rotation is not None:
             stride = k.shape[1] * k.shape[2]
             try:
-                self._new_keys = _native.NewKeys(k.view(-1), v.view(-1), stride, rotation, slots, early=True)
+                self._new_keys = _native.NewKeys(
+                    key=k.view(-1), value=v.view(-1), stride=stride, rotation=rotation, slots=slots, early=True
+                )
             except ValueError as error:
                 raise ShapeError(f"PromptAttention: {error}") from None
 
@@ -120,7 +122,7 @@ class PromptAttention:
         launch = launch_of(stream)
         try:
             if self._new_keys is None:
-                _native.cuda_kv_transfer(native, self._k, self._v, self._slots, False, launch)
+                _native.cuda_kv_transfer(native, k=self._k, v=self._v, slots=self._slots, load=False, launch=launch)
             else:
                 _native.cuda_rope_store(native, q, self._stride, q.shape[1], self._new_keys, launch)
             call = native.attention(q, self._stride, self._seen, self._options, out, launch)

@@ -188,15 +188,29 @@ class KVPages:
     def native(self) -> _native.Pages:
         """Return the CPU kernels' view of pages in CPU memory. Not for use outside exl_kernels."""
         if not self._view:
-            parts = (self.key, self.value, self.key_scales, self.value_scales)
-            self._view.append(_native.Pages(self.kind, self.head_dim, *parts))
+            made = _native.Pages(
+                self.kind,
+                self.head_dim,
+                key=self.key,
+                value=self.value,
+                key_scales=self.key_scales,
+                value_scales=self.value_scales,
+            )
+            self._view.append(made)
         return self._view[0]
 
     def native_cuda(self) -> _native.CudaPages:
         """Return the CUDA kernels' view of pages on a GPU. Not for use outside exl_kernels."""
         if not self._cuda_view:
-            parts = (self.key, self.value, self.key_scales, self.value_scales)
-            self._cuda_view.append(_native.CudaPages(self.kind, self.head_dim, *parts))
+            made = _native.CudaPages(
+                self.kind,
+                self.head_dim,
+                key=self.key,
+                value=self.value,
+                key_scales=self.key_scales,
+                value_scales=self.value_scales,
+            )
+            self._cuda_view.append(made)
         return self._cuda_view[0]
 
     def repaged(self, page_size: int) -> KVPages:
@@ -242,10 +256,10 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
         kv_cuda.store_kv(pages, k, v, slots)
         return
     try:
-        _native.kv_store(pages.native(), k, v, slots)
+        _native.kv_store(pages.native(), k=k, v=v, slots=slots)
     except (TypeError, ValueError):
         _check_store(pages, k, v, slots)
-        _native.kv_store(pages.native(), k.contiguous(), v.contiguous(), slots.contiguous())
+        _native.kv_store(pages.native(), k=k.contiguous(), v=v.contiguous(), slots=slots.contiguous())
 
 
 def _check_store(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -278,7 +292,7 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     require_cpu("load_kv", pages.key, slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = torch.empty(shape), torch.empty(shape)
-    _native.kv_load(pages.native(), slots.contiguous(), k, v)
+    _native.kv_load(pages.native(), k=k, v=v, slots=slots.contiguous())
     return k, v
 
 

@@ -37,7 +37,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if checks_enabled():
         check_slots("store_kv", pages.key, slots)
     if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, launch_on(k))
+        _native.cuda_kv_transfer(pages.native_cuda(), k=k, v=v, slots=slots, load=False, launch=launch_on(k))
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,9 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
     if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots.contiguous(), True, launch_on(k))
+        _native.cuda_kv_transfer(
+            pages.native_cuda(), k=k, v=v, slots=slots.contiguous(), load=True, launch=launch_on(k)
+        )
     return k, v
 
 

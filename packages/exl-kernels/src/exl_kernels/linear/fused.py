@@ -172,17 +172,18 @@ class FusedLinear(PlannedMatmul):
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._group.plan(
+            norm = self.norm
+            call = _native.MatmulCall(
                 rows,
                 bfloat16=self.dtype == torch.bfloat16,
-                norm=self.norm is not None,
-                layer=self.norm is not None and self.norm.layer,
+                norm=None if norm is None else "layer" if norm.layer else "rms",
                 residual=residual,
                 aligned_input=aligned_input,
                 aligned_output=aligned_output,
                 invariant=True,
                 adapted=adapted,
             )
+            plan = self._plans[key] = self._group.plan(call)
         return plan
 
     def scratch(self, rows: int) -> Tensor:

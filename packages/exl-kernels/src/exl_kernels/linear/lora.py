@@ -139,7 +139,7 @@ class LoraTable:
         if x.shape[0]:
             x = aligned(x)  # the kernels read 16 bytes at a time
             middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
-            _native.cuda_lora_add(x, y, self._table, slots, middle, launch_on(x))
+            _native.cuda_lora_add(x, y=y, table=self._table, slots=slots, middle=middle, launch=launch_on(x))
 
 
 class LoraGroup:

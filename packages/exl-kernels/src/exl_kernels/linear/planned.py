@@ -153,8 +153,7 @@ class ShapedMatmul(PlannedMatmul):
             self._shapes,
             rows,
             activation=self._activation,
-            norm=self._norm is not None,
-            layer=self._norm == "layer",
+            norm=self._norm,
             residual=residual,
             adapted=adapted,
         )

@@ -117,9 +117,9 @@ class CpuExperts:
             out.copy_(residual.clone() if _overlaps(residual, out) else residual)
         self._native.run(
             h,
-            ids.contiguous(),
-            weights.contiguous(),
-            out,
+            ids=ids.contiguous(),
+            weights=weights.contiguous(),
+            out=out,
             add=residual is not None,
             shared=shared,
             shared_weights=shared_weights,

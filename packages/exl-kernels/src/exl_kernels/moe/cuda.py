@@ -274,10 +274,10 @@ class GroupedExperts:
                 parts, places = self._dequantized_parts(h[some], ids[some])
                 self._native.combine(
                     parts,
-                    places,
-                    weights[some],
-                    out[some],
-                    launch_on(h),
+                    places=places,
+                    weights=weights[some],
+                    out=out[some],
+                    launch=launch_on(h),
                     shared=None if shared is None else shared[some],
                     shared_weights=None if shared_weights is None else shared_weights[some],
                     residual=None if residual is None else residual[some],
@@ -290,8 +290,8 @@ class GroupedExperts:
             self._native.run(
                 self._table,
                 h[some],
-                ids[some],
-                weights[some],
+                ids=ids[some],
+                weights=weights[some],
                 scratch=scratch,
                 out=out[some],
                 launch=launch_on(h),

@@ -192,6 +192,70 @@ impl MatmulPlan {
     }
 }
 
+/// The properties of a call of a matmul that decide its kernel, besides its matrices.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulCall {
+    call: Call,
+}
+
+#[pymethods]
+impl MatmulCall {
+    /// A call of `rows` rows of float16, or of `bfloat16`. `norm`: "rms" or "layer" where the input is normed; `residual`: one is added.
+    /// `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is aligned to 8 bytes and the residual to 4; `invariant`: a row's
+    /// result must not depend on the number of rows; `adapted`: the launch adds adapters.
+    #[new]
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=None, residual=false, aligned_input=true, aligned_output=true, invariant=false, adapted=false))]
+    #[allow(clippy::fn_params_excessive_bools)] // one keyword each
+    fn new(
+        rows: usize,
+        bfloat16: bool,
+        norm: Option<&str>,
+        residual: bool,
+        aligned_input: bool,
+        aligned_output: bool,
+        invariant: bool,
+        adapted: bool,
+    ) -> PyResult<Self> {
+        if let Some(other) = norm.filter(|name| !["rms", "layer"].contains(name)) {
+            return Err(PyValueError::new_err(format!(
+                "norm {other:?}: expected \"rms\" or \"layer\""
+            )));
+        }
+        let epilogue = Epilogue {
+            norm: norm.is_some(),
+            layer: norm == Some("layer"),
+            residual,
+            bf16: bfloat16,
+            adapted,
+            ..Epilogue::default()
+        };
+        let call = Call {
+            rows,
+            epilogue,
+            aligned_input,
+            aligned_output,
+            invariant,
+        };
+        Ok(Self { call })
+    }
+}
+
+impl MatmulCall {
+    /// The call of two matrices with a `gate`, or of one with an `activation` of its results.
+    pub fn of(&self, gate: bool, activation: bool) -> Call {
+        let epilogue = Epilogue {
+            gate,
+            activation,
+            ..self.call.epilogue
+        };
+        Call {
+            epilogue,
+            ..self.call
+        }
+    }
+}
+
 /// Launch parameters of a kernel that override its plan, for benchmarks and tests.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
@@ -287,23 +351,6 @@ impl CudaLinearGroup {
     fn activation_of_all(&self) -> Option<i32> {
         self.activation.filter(|_| self.matrices.len() == 1)
     }
-
-    fn epilogue(
-        &self,
-        (norm, layer): (bool, bool),
-        (residual, adapted): (bool, bool),
-        bf16: bool,
-    ) -> Epilogue {
-        Epilogue {
-            gate: self.gate().is_some(),
-            activation: self.activation_of_all().is_some(),
-            norm: norm || layer,
-            layer,
-            residual,
-            bf16,
-            adapted,
-        }
-    }
 }
 
 #[pymethods]
@@ -339,31 +386,9 @@ impl CudaLinearGroup {
         })
     }
 
-    /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-    /// aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows;
-    /// `adapted`: the launch adds adapters.
-    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, layer=false, residual=false, aligned_input=true, aligned_output=true, invariant=false, adapted=false))]
-    #[allow(clippy::fn_params_excessive_bools, clippy::too_many_arguments)] // one keyword each
-    fn plan(
-        &self,
-        py: Python<'_>,
-        rows: usize,
-        bfloat16: bool,
-        norm: bool,
-        layer: bool,
-        residual: bool,
-        aligned_input: bool,
-        aligned_output: bool,
-        invariant: bool,
-        adapted: bool,
-    ) -> PyResult<MatmulPlan> {
-        let call = Call {
-            rows,
-            epilogue: self.epilogue((norm, layer), (residual, adapted), bfloat16),
-            aligned_input,
-            aligned_output,
-            invariant,
-        };
+    /// The plan of a call of `run`.
+    fn plan(&self, py: Python<'_>, call: &MatmulCall) -> PyResult<MatmulPlan> {
+        let call = call.of(self.gate().is_some(), self.activation_of_all().is_some());
         let plan = select::plan(&self.caps(py)?, &self.parts(), call);
         Ok(MatmulPlan { plan })
     }
@@ -391,20 +416,17 @@ impl CudaLinearGroup {
     }
 
     /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels.
-    #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
+    #[pyo3(signature = (kernel, call, tuning=None))]
     fn plan_with(
         &self,
         py: Python<'_>,
         kernel: &str,
-        rows: usize,
-        bfloat16: bool,
-        norm: bool,
-        residual: bool,
+        call: &MatmulCall,
         tuning: Option<&MatmulTuning>,
     ) -> PyResult<MatmulPlan> {
         let kernel = Kernel::named(kernel)
             .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
-        let call = Call::aligned(rows, self.epilogue((norm, false), (residual, false), bfloat16));
+        let call = call.of(self.gate().is_some(), self.activation_of_all().is_some());
         let tuning = match tuning {
             None => Tuning::default(),
             Some(of) if of.kernel == kernel => of.tuning,
