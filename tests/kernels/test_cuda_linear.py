@@ -515,6 +515,19 @@ def test_a_shallow_ring_is_bitwise_identical_every_time(rows: int) -> None:
     assert int(wrong) == 0
 
 
+def test_a_plan_is_for_the_matrices_that_it_was_made_for() -> None:
+    """The plan of a batch holds the addresses of its matrices."""
+    made, other = matrix("uniform-4")[0], matrix("uniform-4", prescale=2.0)[0]
+    x = activations(16, made.in_features)
+    out = torch.full((16, made.out_features), float("nan"), device="cuda", dtype=x.dtype)
+    call = _native.MatmulCall(16)
+    plan = group_of(made).plan_with("gemm_batch", call)
+    with pytest.raises(DeviceError, match="a plan of other matrices"):
+        launch_matmul(group_of(other), plan, x, out)
+    launch_matmul(group_of(other), group_of(other).plan_with("gemm_batch", call), x, out)
+    assert torch.equal(out, other.matmul(x))
+
+
 def test_bad_operands() -> None:
     made, tensors, _ = matrix("uniform-4")
     k = made.in_features

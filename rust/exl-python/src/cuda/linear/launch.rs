@@ -284,6 +284,9 @@ impl Operands<'_> {
     }
 
     pub(super) fn gemm_batch(&self, to: Target) -> Result<(), CudaError> {
+        let Planned::Batch(plan) = &self.plan.planned else {
+            return Err(self.unplanned());
+        };
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
         let op = batch::Matmul {
             x,
@@ -310,9 +313,8 @@ impl Operands<'_> {
             matrix: parts[0],
             scratch: next.scratch.ptr,
         });
-        let (matrices, tuning) = (self.group.parts(), self.plan.tuning.batch);
         // SAFETY: as in `gemv_ring`.
-        unsafe { batch::launch(to, &matrices, &op, room, next, tuning) }
+        unsafe { batch::launch(to, &self.group.parts(), &op, room, next, plan) }
     }
 
     pub(super) fn gemm_tile(&self, to: Target) -> Result<(), CudaError> {

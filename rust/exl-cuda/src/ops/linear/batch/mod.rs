@@ -5,8 +5,8 @@ mod layout;
 mod plan;
 
 use super::ring::Norm;
-use super::select::{Epilogue, Kernel, Refusal, check_alike};
-use super::{Half, Matrix};
+use super::select::{Epilogue, Refusal, check_alike};
+use super::{Half, Matrix, MatrixArgument};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -47,18 +47,18 @@ pub struct Matmul {
     pub input_activation: Option<i32>,
     /// A residual like y, of a half type, which is added to it; may be y itself. 0 if there is none.
     pub residual: usize,
-    /// Number of the activation of the first of two matrices, which gates the second, if [`gates`] permits it.
+    /// Number of the activation of the first of two matrices, which gates the second, if the launch is planned so.
     pub gate: Option<i32>,
 }
 
 /// Memory of a matmul beside its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
-    /// Of [`scratch_bytes`], aligned to 128 bytes; begins with the packed input.
+    /// As many bytes as planned, aligned to 128 bytes; begins with the packed input.
     pub scratch: usize,
     /// `[m]` FP32.
     pub multipliers: usize,
-    /// Inter-block workspace of [`exchange_bytes`], aligned to 128 bytes: all ones before and after; used by one launch at a time.
+    /// Inter-block workspace of as many bytes as planned, aligned to 128 bytes: all ones before and after; used by one launch at a time.
     pub exchange: usize,
 }
 
@@ -69,34 +69,71 @@ pub struct Next<'a> {
     pub scratch: usize,
 }
 
+/// A planned launch, without the addresses of operands.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    plan: Plan,
+    /// The plan for operands that the evenly dealt kernel does not take, if `plan` is one of it.
+    whole: Option<Plan>,
+}
+
+impl Planned {
+    /// The launch of `m` rows of matrices for which [`takes`] holds.
+    pub(super) fn new(
+        caps: &Capabilities,
+        matrices: &[&Matrix],
+        m: usize,
+        epilogue: Epilogue,
+        tuning: Tuning,
+    ) -> Result<Self, Refusal> {
+        let gated = epilogue.gate && gates(caps, matrices, m);
+        let of = |whole| plan(caps, matrices, m, gated, Tuning { whole, ..tuning });
+        let plan = of(tuning.whole || epilogue.bf16 || epilogue.residual)?;
+        let even = plan.shares.left > 0;
+        let whole = even.then(|| of(true)).transpose()?;
+        Ok(Self { plan, whole })
+    }
+
+    /// The evenly dealt kernel does not read transposed input. It serves logits: half inputs without a residual.
+    fn of(&self, op: &Matmul) -> &Plan {
+        let whole = op.transposed || op.x_type != Half::F16 || op.residual != 0;
+        self.whole.as_ref().filter(|_| whole).unwrap_or(&self.plan)
+    }
+
+    /// Whether the first of two matrices gates the second within the launch.
+    pub(super) fn gated(&self) -> bool {
+        self.plan.shares.gated
+    }
+
+    /// Bytes of scratch memory: the packed input.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        packed_bytes(&self.plan.task.parts[0].matrix, self.plan.shares.columns)
+    }
+
+    /// Bytes of the workspace of blocks that share K.
+    pub(super) fn exchange_bytes(&self) -> usize {
+        let plans = [Some(&self.plan), self.whole.as_ref()];
+        let sums = plans.into_iter().flatten().map(|plan| plan.shares.sums());
+        match sums.max() {
+            None | Some(0) => 0,
+            Some(bytes) => COUNTERS * 4 + bytes,
+        }
+    }
+}
+
 /// Columns of the packed input of `m` rows.
 fn columns(caps: &Capabilities, m: usize) -> usize {
     Code::of(caps).unwrap_or(Code::Mma).columns(m)
 }
 
-/// Bytes of scratch memory for `m` rows: the packed input.
-pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> usize {
-    let units = matrices
-        .first()
-        .map_or(0, |first| first.argument.unit_count as usize);
-    units * unit_bytes(columns(caps, m))
+fn packed_bytes(first: &MatrixArgument, columns: usize) -> usize {
+    first.unit_count as usize * unit_bytes(columns)
 }
 
-/// Bytes of the workspace of blocks that share K, for `m` rows.
-pub fn exchange_bytes(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    m: usize,
-    gated: bool,
-    tuning: Tuning,
-) -> usize {
-    let Ok(Plan { shares, .. }) = plan(caps, matrices, m, gated, tuning) else {
-        return 0;
-    };
-    match shares.sums() {
-        0 => 0,
-        bytes => COUNTERS * 4 + bytes,
-    }
+/// Bytes of scratch memory for `m` rows: the packed input.
+pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> usize {
+    let first = matrices.first();
+    first.map_or(0, |first| packed_bytes(&first.argument, columns(caps, m)))
 }
 
 /// Whether the first of these matrices, for which [`takes`] holds, can gate the second within a launch of `m` rows. Such a block needs room for
@@ -199,17 +236,18 @@ fn even(matrix: &Matrix) -> bool {
     matrix.argument.out_features % 2 == 0
 }
 
-/// Reject calls that the kernel does not support. The error names the first unsupported property.
+/// Reject calls that the kernel does not support, or that were planned otherwise (`gated`). The error names the first unsupported property.
 fn check(
     caps: &Capabilities,
     matrices: &[&Matrix],
     op: &Matmul,
+    gated: bool,
     next: Option<&Next<'_>>,
 ) -> Result<(), CudaError> {
     let packed = op.x == 0;
     let demands = [
         (
-            op.gate.is_none() || gates(caps, matrices, op.m),
+            op.gate.is_some() == gated,
             "a gate",
             "two large matrices of equal size",
         ),
@@ -313,31 +351,30 @@ pub unsafe fn launch(
     op: &Matmul,
     room: Room,
     next: Option<Next<'_>>,
-    tuning: Tuning,
+    planned: &Planned,
 ) -> Result<(), CudaError> {
     if op.m == 0 {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    // The evenly dealt kernel does not read transposed input. It serves logits: half inputs without a residual.
-    let tuning = Tuning {
-        whole: tuning.whole || op.transposed || op.x_type != Half::F16 || op.residual != 0,
-        ..tuning
-    };
-    let Plan {
+    let &Plan {
         mut task,
         shared,
         shares,
-    } = alike(matrices)
-        .and_then(|()| plan(&device.info.caps, matrices, op.m, op.gate.is_some(), tuning))
-        .map_err(|why| why.for_kernel(Kernel::GemmBatch))?;
+    } = planned.of(op);
+    if !task.is_of(matrices, op.m) {
+        return Err(CudaError::Argument {
+            what: "a plan of other matrices or rows".to_owned(),
+            limit: "the matrices and rows that it was made for".to_owned(),
+        });
+    }
     let first = matrices[0];
     let Room {
         scratch,
         multipliers,
         exchange,
     } = room;
-    check(&device.info.caps, matrices, op, next.as_ref())?;
+    check(&device.info.caps, matrices, op, shares.gated, next.as_ref())?;
     if op.x != 0 {
         // SAFETY: this function's contract.
         unsafe { prepare(to, device, first, op, room, &shares)? };
@@ -436,10 +473,103 @@ mod tests {
         layer: false,
     });
 
+    fn head() -> Matrix {
+        let mut head = matrix(16, 3088);
+        head.argument.tiles = 8016;
+        head.argument.out_features = 128_256;
+        head
+    }
+
+    #[test]
+    fn memory_and_launch_rest_on_one_plan() {
+        let (caps, head) = (hopper(), head());
+        let of = |epilogue| {
+            Planned::new(&caps, &[&head], 64, epilogue, Tuning::default()).expect("fits")
+        };
+        let logits = of(Epilogue::default());
+        assert_eq!(logits.of(&PLAIN).shares.left, 24);
+        assert_eq!(logits.exchange_bytes(), COUNTERS * 4 + 24 * 65536);
+        let residual = Matmul {
+            residual: 8192,
+            ..PLAIN
+        };
+        let bf16 = Matmul {
+            x_type: Half::BF16,
+            ..PLAIN
+        };
+        let transposed = Matmul {
+            x: 0,
+            transposed: true,
+            ..PLAIN
+        };
+        for op in [residual, bf16, transposed] {
+            assert_eq!(logits.of(&op).shares.left, 0, "{op:?}");
+        }
+        for epilogue in [
+            Epilogue {
+                residual: true,
+                ..Epilogue::default()
+            },
+            Epilogue {
+                bf16: true,
+                ..Epilogue::default()
+            },
+        ] {
+            let found = of(epilogue);
+            assert_eq!(found.of(&PLAIN).shares.left, 0, "{epilogue:?}");
+            assert_eq!(found.exchange_bytes(), 0, "{epilogue:?}");
+        }
+    }
+
+    #[test]
+    fn a_plan_is_of_its_matrices_and_rows() {
+        let (made, mut other) = (matrix(16, 2064), matrix(16, 2064));
+        other.argument.image += 128;
+        let of = |matrices: &[&Matrix]| {
+            let plan = Planned::new(
+                &hopper(),
+                matrices,
+                64,
+                Epilogue::default(),
+                Tuning::default(),
+            );
+            plan.expect("fits").plan.task
+        };
+        let task = of(&[&made, &other]);
+        assert!(task.is_of(&[&made, &other], 64));
+        assert!(!task.is_of(&[&made, &other], 63));
+        assert!(!task.is_of(&[&made], 64));
+        assert!(!task.is_of(&[&other, &made], 64));
+    }
+
+    /// Callers ask once for all numbers of rows, and each launch is planned by its own.
+    #[test]
+    fn matrices_that_are_taken_have_a_launch_of_any_number_of_rows() {
+        let mut mma = hopper();
+        mma.code = 80;
+        for mut caps in [hopper(), mma] {
+            let (mut taken, mut refused) = (0, 0);
+            for kib in 16..=caps.shared_per_block >> 10 {
+                caps.shared_per_block = kib << 10;
+                let made = matrix(64, 3088);
+                if shares_launch(&caps, &[&made], PACKED_ROWS).is_err() {
+                    refused += 1;
+                    continue;
+                }
+                taken += 1;
+                for m in 1..=PACKED_ROWS {
+                    let plan = plan(&caps, &[&made], m, false, Tuning::default());
+                    assert!(plan.is_ok(), "{m} rows in {kib} KiB");
+                }
+            }
+            assert!(taken > 0 && refused > 0, "{taken} taken, {refused} refused");
+        }
+    }
+
     fn refusal(op: Matmul, next: Option<&Matrix>) -> String {
         let matrix = matrix(16, 2064);
         let next = next.map(|matrix| Next { matrix, scratch: 0 });
-        check(&hopper(), &[&matrix], &op, next.as_ref())
+        check(&hopper(), &[&matrix], &op, false, next.as_ref())
             .map_or_else(|e| e.to_string(), |()| String::new())
     }
 

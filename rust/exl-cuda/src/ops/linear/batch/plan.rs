@@ -184,6 +184,16 @@ pub struct Task {
 
 assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, shares, full, last_items, half_slots, residual, into, into_rows, parts as part });
 
+impl Task {
+    /// Whether the task is of `m` rows and of these matrices.
+    pub fn is_of(&self, matrices: &[&Matrix], m: usize) -> bool {
+        let mut pairs = self.parts.iter().zip(matrices);
+        self.m as usize == m
+            && self.count as usize == matrices.len()
+            && pairs.all(|(part, matrix)| part.matrix.image == matrix.argument.image)
+    }
+}
+
 /// Choices for benchmarks; zero leaves one to the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
@@ -200,6 +210,8 @@ pub struct Tuning {
     pub whole: bool,
 }
 
+/// A planned launch, without the addresses of operands.
+#[derive(Clone, Debug)]
 pub struct Plan {
     pub task: Task,
     pub shared: usize,

@@ -19,8 +19,9 @@ pub enum Planned {
     Ring(Box<ring::Plan>),
     Few(Box<few::Plan>),
     Direct(Box<few::Plan>),
-    /// Kernels that plan each launch from its operands.
-    Each,
+    Batch(Box<batch::Planned>),
+    /// Of [`Kernel::GemmTile`], whose launch follows from the rows alone, and of calls that have no launch.
+    None,
 }
 
 /// A launch plan: the kernel of a call, the memory that it needs, and the chaining that it supports.
@@ -88,7 +89,7 @@ impl Plan {
             packs_results: false,
             refused,
             tuning,
-            planned: Planned::Each,
+            planned: Planned::None,
         };
         if joined {
             plan.add_launch(caps, matrices);
@@ -103,11 +104,11 @@ impl Plan {
         match self.kernel {
             Kernel::GemvRing => {
                 let plan = ring::planned(caps, matrices, rows, epilogue, tuning.ring);
-                self.planned = plan.map_or(Planned::Each, |plan| Planned::Ring(Box::new(plan)));
+                self.planned = plan.map_or(Planned::None, |plan| Planned::Ring(Box::new(plan)));
             }
             Kernel::GemmFew => {
                 let plan = few::planned(caps, matrices, rows, epilogue, tuning.few);
-                self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
+                self.planned = plan.map_or(Planned::None, |plan| Planned::Few(Box::new(plan)));
             }
             Kernel::GemmDirect => {
                 if let Ok(plan) = few::plan_direct(caps, matrices, rows, epilogue.gate) {
@@ -115,7 +116,11 @@ impl Plan {
                     self.planned = Planned::Direct(Box::new(plan));
                 }
             }
-            Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}
+            Kernel::GemmBatch => {
+                let plan = batch::Planned::new(caps, matrices, rows, epilogue, tuning.batch);
+                self.planned = plan.map_or(Planned::None, |plan| Planned::Batch(Box::new(plan)));
+            }
+            Kernel::GemmTile | Kernel::GemmLarge => {}
         }
     }
 
@@ -133,8 +138,12 @@ impl Plan {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmBatch => {
-                let gates = gate && batch::gates(caps, matrices, rows);
-                self.separate_gate = gate && !gates;
+                let Planned::Batch(planned) = &self.planned else {
+                    return;
+                };
+                let packed_bytes = planned.scratch_bytes();
+                self.separate_gate = gate && !planned.gated();
+                self.exchange_bytes = planned.exchange_bytes();
                 let Call {
                     epilogue,
                     aligned_input,
@@ -144,9 +153,7 @@ impl Plan {
                     && !epilogue.bf16
                     && !epilogue.norm
                     && batch::activates_input(caps, matrices);
-                self.exchange_bytes =
-                    batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
-                self.add_multipliers(batch::scratch_bytes(caps, matrices, rows));
+                self.add_multipliers(packed_bytes);
             }
             Kernel::GemmTile => self.add_multipliers(matrices[0].packed_bytes(rows)),
         }
