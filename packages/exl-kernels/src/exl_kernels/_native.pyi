@@ -451,11 +451,6 @@ class CudaLayout:
         The code at a row of the layout and a feature, read from the image.
         """
     @property
-    def entry_rows(self, /) -> int:
-        """
-        Rows that share a scale entry.
-        """
-    @property
     def features(self, /) -> Tensor:
         """
         int32
@@ -1127,11 +1122,6 @@ class MatmulPlan:
     def kernel(self, /) -> str:
         """
         gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
-        """
-    @property
-    def packs_results(self, /) -> bool:
-        """
-        Whether results can be written packed as the input of the next matmul.
         """
     @property
     def pays_apart(self, /) -> bool:

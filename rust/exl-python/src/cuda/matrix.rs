@@ -228,12 +228,6 @@ impl CudaLayout {
         self.layout.tile_bytes()
     }
 
-    /// Rows that share a scale entry.
-    #[getter]
-    fn entry_rows(&self) -> usize {
-        self.layout.entry_rows
-    }
-
     /// The code at a row of the layout and a feature, read from the image.
     fn code(&self, py: Python<'_>, row: usize, feature: usize) -> PyResult<u32> {
         if row >= self.layout.rows() || feature >= self.layout.out_features {

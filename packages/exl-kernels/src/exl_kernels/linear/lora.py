@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_kernels import _native
-from exl_kernels.cuda_ops import check_operand, launch_on
-from exl_kernels.device import row_invariant
-from exl_kernels.errors import DTypeError, ShapeError
-from exl_kernels.linear.cuda import aligned
-from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm
-from exl_kernels.linear.matmul_input import MatmulInput
-from exl_kernels.selection import adapters_fit_epilogue, refusal_of_adapted_rows, refusal_of_adapted_shapes
+from .. import _native
+from ..cuda_ops import check_operand, launch_on
+from ..device import row_invariant
+from ..errors import DTypeError, ShapeError
+from ..selection import adapters_fit_epilogue, refusal_of_adapted_rows, refusal_of_adapted_shapes
+from .cuda import aligned
+from .fused import Activation, FusedLinear, FusedNorm
+from .matmul_input import MatmulInput
 
 __all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
 

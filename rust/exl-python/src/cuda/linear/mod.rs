@@ -176,12 +176,6 @@ impl MatmulPlan {
         self.plan.chains_to(&next.plan)
     }
 
-    /// Whether results can be written packed as the input of the next matmul.
-    #[getter]
-    fn packs_results(&self) -> bool {
-        self.plan.packs_results
-    }
-
     /// Faster kernels and why each does not take the call.
     #[getter]
     fn refused(&self) -> Vec<RefusedKernel> {
