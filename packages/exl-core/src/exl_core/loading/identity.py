@@ -8,7 +8,9 @@ digest; a change of a few rows of one matrix may not. The digest does not protec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from ..config import ExLlamaV2Config
 from ..errors import FormatError
 from .checkpoint import Checkpoint
 
-__all__ = ["model_digest", "settings_of"]
+__all__ = ["ModelIdentity", "model_digest", "settings_of"]
+
+log = logging.getLogger(__name__)
 
 SAMPLE = 4096  # bytes of a block
 SAMPLES = 2  # blocks of a tensor; a shorter tensor is read whole
@@ -49,6 +53,40 @@ NEUTRAL = frozenset(
         "pad_token_id",
     }
 )
+
+
+class ModelIdentity:
+    """The digest of a model, found when it is first asked for.
+
+    Args:
+        config: configuration of the model.
+        modules: as the configuration has them, whose settings are those of now.
+    """
+
+    def __init__(self, config: ExLlamaV2Config, modules: Sequence[object]) -> None:
+        self._config, self._built, self._settings = config, list(modules), settings_of(config)
+        self._digest: tuple[Checkpoint | None, bytes] | None = None
+        self._foreign: tuple[Sequence[object], bytes] | None = None  # an arrangement with replaced modules, its digest
+
+    def digest(self, arrangement: Sequence[object]) -> bytes:
+        """Return the 16 bytes of the model with these modules: unique ones for each list that has replaced modules."""
+        if arrangement != self._built:
+            if self._foreign is None or self._foreign[0] is not arrangement:
+                self._foreign = (arrangement, secrets.token_bytes(16))
+            return self._foreign[1]
+        checkpoint = self._config.checkpoint
+        if self._digest is None or self._digest[0] is not checkpoint:
+            self._digest = (checkpoint, self._found(checkpoint))
+        return self._digest[1]
+
+    def _found(self, checkpoint: Checkpoint | None) -> bytes:
+        if checkpoint is None:
+            return secrets.token_bytes(16)
+        try:
+            return model_digest(checkpoint, self._settings)
+        except FormatError as error:
+            log.warning("cached pages get names that other processes do not find: %s", error)
+            return secrets.token_bytes(16)
 
 
 def settings_of(config: ExLlamaV2Config) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from exl_kernels.linear.workspace import forget_workspaces
 from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
-from ..errors import CacheError, DeviceError, FormatError, InputError, ModelStateError
+from ..errors import CacheError, DeviceError, InputError, ModelStateError
 from ..execution.own_pass import choose_own_pass
 from ..execution.sharded.context import TensorParallel
 from ..execution.sharded.cutting import shard_modules, unshard_modules
@@ -23,15 +21,13 @@ from ..layers import Attention, Intervention, Linear, Module, build_modules
 from ..placement import Placement
 from ..rope import RopeTable
 from .checkpoint import Checkpoint, TensorReader
-from .identity import model_digest, settings_of
+from .identity import ModelIdentity
 from .loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
 from .parallel_plan import plan_parallel
 from .plan import LoadPlan, check_split, plan_modules
 from .sizes import CacheSize
 
 __all__ = ["LoadableModel"]
-
-log = logging.getLogger(__name__)
 
 LONGEST_SPLIT = 64  # entries of gpu_split that a machine without GPUs accepts
 
@@ -47,10 +43,7 @@ class LoadableModel:
         self.modules: list[Module] = build_modules(config)
         self._arrangement = list(self.modules)
         self._hooked: tuple[list[Module], bool] = [], False
-        self._built = list(self.modules)
-        self._settings = settings_of(config)  # at the time of building the modules
-        self._digest: tuple[Checkpoint | None, bytes] | None = None
-        self._foreign: tuple[list[Module], bytes] | None = None  # an arrangement with replaced modules, and its digest
+        self._identity = ModelIdentity(config, self.modules)
         self.modules_dict: dict[str, Module | Linear] = {}
         for module in self.modules:
             submodules = list(module.submodules())
@@ -447,21 +440,4 @@ class LoadableModel:
         has a model whose weight files cannot be read any more. The first use samples the files, which takes up to a
         second.
         """
-        arrangement = self.arrangement
-        if arrangement != self._built:
-            if self._foreign is None or self._foreign[0] is not arrangement:
-                self._foreign = (arrangement, secrets.token_bytes(16))
-            return self._foreign[1]
-        checkpoint = self.config.checkpoint
-        if self._digest is None or self._digest[0] is not checkpoint:
-            self._digest = (checkpoint, self._find_digest(checkpoint))
-        return self._digest[1]
-
-    def _find_digest(self, checkpoint: Checkpoint | None) -> bytes:
-        if checkpoint is None:
-            return secrets.token_bytes(16)
-        try:
-            return model_digest(checkpoint, self._settings)
-        except FormatError as error:
-            log.warning("cached pages get names that other processes do not find: %s", error)
-            return secrets.token_bytes(16)
+        return self._identity.digest(self.arrangement)
