@@ -45,6 +45,7 @@ __all__ = [
     "KernelLimits",
     "Launch",
     "LoraRows",
+    "MatmulAdapters",
     "MatmulCall",
     "MatmulInput",
     "MatmulPlan",
@@ -62,6 +63,7 @@ __all__ = [
     "ProbedDevice",
     "RefusedKernel",
     "Rotation",
+    "RouterPlan",
     "Sampled",
     "SamplingConstants",
     "SamplingPlan",
@@ -75,6 +77,7 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
+    "cuda_adapters_fit_epilogue",
     "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
@@ -83,6 +86,7 @@ __all__ = [
     "cuda_cards",
     "cuda_embed",
     "cuda_float_rows",
+    "cuda_is_decode_step",
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
@@ -93,6 +97,7 @@ __all__ = [
     "cuda_pass_rows",
     "cuda_plan_alone",
     "cuda_plan_fused",
+    "cuda_plan_router",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
@@ -112,7 +117,6 @@ __all__ = [
     "cuda_select_experts",
     "cuda_select_norm",
     "cuda_select_rope_store",
-    "cuda_select_router",
     "cuda_select_sampling",
     "cuda_softcap",
     "dequantized_bytes",
@@ -389,6 +393,11 @@ class CudaExperts:
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
         `run`.
         """
+    @staticmethod
+    def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
+        """
+        Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
+        """
     def pad(
         self,
         /,
@@ -545,6 +554,7 @@ class CudaLinearGroup:
         next: NextInput | None = None,
         chained: bool = False,
         input_activation: str | None = None,
+        adapters: MatmulAdapters | None = None,
     ) -> None:
         """
         Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
@@ -552,6 +562,7 @@ class CudaLinearGroup:
         `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
         `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
         to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
+        `adapters`: of the rows, if the plan is for them.
         """
 
 @final
@@ -762,26 +773,32 @@ class ExpertRouter:
         Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
         negative, two experts are chosen by the sparse mixer.
         """
+    def plan(self, /, rows: int, norm: NormPrologue | None = None) -> RouterPlan:
+        """
+        The plan of `rows` rows, whose launch applies `norm` first where it can.
+        """
+    @staticmethod
+    def refusal(*, hidden: int, experts: int, chosen: int, quantized: bool) -> str | None:
+        """
+        Why no kernel chooses `chosen` of `experts` experts by a router of `hidden` features, whatever the card and the rows; None where one does.
+        """
     def route(
         self,
         /,
+        plan: RouterPlan,
         h: Tensor,
+        *,
         logits: Tensor,
         arrivals: Tensor,
         ids: Tensor,
         weights: Tensor,
         launch: Launch,
-        *,
-        norm: NormPrologue | None = None,
         normed: Tensor | None = None,
     ) -> None:
         """
         Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
-        """
-    def scratch_rows(self, /, rows: int) -> int:
-        """
-        Rows of `logits` and `arrivals` that a call of `rows` rows needs.
+        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. A plan that norms writes the normed h into
+        `normed`, like h. `plan` is one of this router.
         """
 
 @final
@@ -829,6 +846,11 @@ class ExpertsPlan:
     def kernel(self, /) -> str:
         """
         As reports name it.
+        """
+    @property
+    def launches(self, /) -> list[str]:
+        """
+        Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
         """
     @property
     def refused(self, /) -> str | None:
@@ -1052,6 +1074,19 @@ class LoraRows:
         """
 
 @final
+class MatmulAdapters:
+    """
+    The adapters of the rows of a matmul that adds them itself.
+    """
+    def __new__(
+        cls, /, table: Tensor, slots: Tensor | None, most_rank: int, *, looks: int | None = None
+    ) -> MatmulAdapters:
+        """
+        `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
+        results of others before it computes them itself, for tests; None: some milliseconds long.
+        """
+
+@final
 class MatmulCall:
     """
     The properties of a call of a matmul that decide its kernel, besides its matrices.
@@ -1067,11 +1102,12 @@ class MatmulCall:
         aligned_input: bool = True,
         aligned_output: bool = True,
         invariant: bool = False,
+        adapted: bool = False,
     ) -> MatmulCall:
         """
         A call of `rows` rows of float16, or of `bfloat16`. `norm`: "rms" or "layer" where the input is normed; `residual`: one is added.
         `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is aligned to 8 bytes and the residual to 4; `invariant`: a row's
-        result must not depend on the number of rows.
+        result must not depend on the number of rows; `adapted`: the launch adds adapters.
         """
 
 @final
@@ -1458,6 +1494,37 @@ class Rotation:
     def sin(self, /) -> Tensor: ...
 
 @final
+class RouterPlan:
+    """
+    How a number of rows is routed.
+    """
+    @property
+    def kernel(self, /) -> str:
+        """
+        experts_route or experts_route_many; "topk" or "sparse_mixture" where the caller computes logits and chooses.
+        """
+    @property
+    def norms(self, /) -> bool:
+        """
+        The launch norms the rows first.
+        """
+    @property
+    def refused(self, /) -> str | None:
+        """
+        Why no kernel routes, or None.
+        """
+    @property
+    def routes(self, /) -> bool:
+        """
+        One launch chooses the experts.
+        """
+    @property
+    def scratch_rows(self, /) -> int:
+        """
+        Rows of `logits` and `arrivals` of `ExpertRouter.route`.
+        """
+
+@final
 class Sampled:
     """
     A token with its final probability.
@@ -1619,6 +1686,11 @@ def apply_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interl
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, *, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
+def cuda_adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
+    """
+    Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
+    """
+
 def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
     """
     Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
@@ -1670,6 +1742,12 @@ def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
     """
     Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
     fill up.
+    """
+
+def cuda_is_decode_step(tokens: int) -> bool:
+    """
+    Whether attention reads sequences of `tokens` tokens each as those of a decode step: each token may have blocks of its own, and results
+    may be packed as the input of a matmul. Longer ones are read as prompts.
     """
 
 def cuda_kv_transfer(pages: CudaPages, *, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
@@ -1749,6 +1827,22 @@ def cuda_plan_fused(
     """
     The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
     activation.
+    """
+
+def cuda_plan_router(
+    card: CudaCard,
+    rows: int,
+    *,
+    hidden: int,
+    experts: int,
+    chosen: int,
+    sparse: bool,
+    quantized: bool,
+    rms: int | None = None,
+) -> RouterPlan:
+    """
+    The plan of a router of `hidden` features that chooses `chosen` of `experts` experts for each of `rows` rows, as `ExpertRouter.plan` makes
+    it for a loaded one. `sparse`: two experts are chosen by the sparse mixer. `rms`: features of the RMS norm before it, or None.
     """
 
 def cuda_probe() -> CudaProbe:
@@ -1856,11 +1950,6 @@ def cuda_select_rope_store(
 ) -> KernelChoice:
     """
     The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors.
-    """
-
-def cuda_select_router(card: CudaCard, experts: int, rows: int) -> str:
-    """
-    The kernel that chooses among `experts` experts for each of `rows` rows.
     """
 
 def cuda_select_sampling(
