@@ -244,6 +244,22 @@ class GroupDouble:
             normed.copy_(h)
         return h
 
+    def fits(self, matmul: FusedDouble, rows: int) -> bool:
+        """Of rows of any adapters, here."""
+        plain = matmul.norm is None or not matmul.norm.layer
+        gated = matmul.activation is None or len(matmul.matrices) > 1
+        return rows <= LIMITS.gemv_rows and matmul.joins(rows) and plain and gated
+
+    def multiply(
+        self, matmul: FusedDouble, x: Tensor, slots: Tensor, *, out: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        GroupDouble.calls += 1
+        h = x if matmul.norm is None else rms_norm(x, matmul.norm.weight, matmul.norm.eps)
+        y = torch.cat([matrix.matmul(h) for matrix in matmul.matrices], 1)
+        if matmul.activation is not None:
+            return out.copy_(self.expand(y, h, slots, activation=matmul.activation))
+        return self.expand(y, h, slots, out=out, residual=residual)
+
     def expand(
         self,
         y: Tensor,
