@@ -114,7 +114,7 @@ def kernel_uses(
         cache: storage format of the cache.
         keys: keys that attention reads, at least as many as the prompt has tokens.
         adapter_rank: rank of adapters of all matrices that every row has; None: passes without adapters. Where the pass
-            is not captured, the launches of adapters themselves are not listed.
+            is not captured, the launches of adapters themselves are not listed. A matmul that adds them has none.
 
     Raises:
         ModelStateError: the config was prepared without tensors.
@@ -498,8 +498,7 @@ class _Uses:
         `bare`: the matmul without its activation.
         """
         if adapters_fit_epilogue(1, rank) and matmul.takes_adapters(self._count):
-            self._add("adapters", "gemv_ring")  # the matmul itself
-            return
+            return  # the launch of the matmul adds them
         fits = adapters_pack_input(self._count, bare.in_features)
         columns = bare.input_columns(self._count) if fits else None
         found = adapter_kernels(self._count, rank * matrices, columns=columns, gated=gated)

@@ -129,10 +129,10 @@ impl Plan {
         self.separate_activation =
             self.call.epilogue.activation && self.kernel == Kernel::GemmBatch;
         match self.kernel {
-            // `add_launch` knows the memory of a direct launch.
             Kernel::GemvRing => {
                 self.exchange_bytes = ring::exchange_bytes(matrices, rows, self.call.epilogue);
             }
+            // `add_launch` knows the memory of a direct launch.
             Kernel::GemmDirect | Kernel::GemmLarge => {}
             Kernel::GemmFew => {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
