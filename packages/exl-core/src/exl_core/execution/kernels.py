@@ -483,8 +483,7 @@ class _Uses:
         for half in self._halves:
             for plan in _plans(half):
                 gated = plan.activation is not None and len(plan.about.first) > 1
-                matmul = plan.first_of_unnormed(self._count)
-                self._adapters(matmul, self._bare(plan), rank, len(plan.about.first), gated=gated)
+                self._adapters(plan.first, self._bare(plan), rank, len(plan.about.first), gated=gated)
                 self._adapters(plan.last, plan.last, rank, 1)
             for linear in half.module.submodules() if half.plan is None else ():
                 if not linear.spec.in_mixture:
