@@ -1,10 +1,11 @@
-"""Workspace for inter-block reductions of matmuls of 9 to 128 rows.
+"""Workspace for what blocks of a matmul compute for one another: sums of 9 to 128 rows, and one or two rows times A.
 
-Before and after every launch all bytes are ones, except counters. Only the blocks of the launch write to the workspace,
-and the block that takes a word restores the ones (`Batch::take` in `kernels/linear/batch.cuh`); counters keep counting.
+Before and after every launch all bytes are ones, except the counters of `gemm_batch` at its beginning, which keep
+counting. Only the blocks of the launch write to the workspace, and the block that takes a word restores the ones
+(`Batch::take` in `kernels/linear/batch.cuh`), or the last block that reads it (`ring_adapters.cuh`).
 So a launch of any size can follow any other. The next launch on the stream reads the workspace after its programmatic
 wait, so it may begin at any time. No block waits for a block that may not be resident: a block that does not see the
-others leaves its part to the last block (`Batch::agree`).
+others leaves its part to the last block (`Batch::agree`), or does theirs, too (`Adding::gather`).
 """
 
 from __future__ import annotations
