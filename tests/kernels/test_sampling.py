@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -568,3 +570,14 @@ def test_gpu_launches_can_be_captured_behind_a_step() -> None:
         assert [found.token for found in place.answers(2) if isinstance(found, Sampled)] == [
             w.token for w in want if isinstance(w, Sampled)
         ]
+
+
+@pytest.mark.parametrize("answer", [Sampled(3, 0.5), Sampled(3, 0.25, [3, 9], [0.25, 0.125]), Failure(True)])
+def test_answers_are_copied_pickled_and_shown_as_data(answer: Sampled | Failure) -> None:
+    assert copy.copy(answer) == pickle.loads(pickle.dumps(answer)) == answer
+    assert repr(answer).startswith(f"{type(answer).__name__}({answer.__match_args__[0]}=")
+    match answer:
+        case Sampled(token, probability):
+            assert (token, probability) == (answer.token, answer.probability)
+        case Failure(not_finite):
+            assert not_finite

@@ -308,8 +308,33 @@ impl Sampled {
         }
     }
 
+    #[classattr]
+    fn __match_args__() -> (&'static str, &'static str, &'static str, &'static str) {
+        ("token", "probability", "top_tokens", "top_probabilities")
+    }
+
+    /// Copies and pickles.
+    fn __getnewargs__(&self) -> (u32, f64, Vec<u32>, Vec<f64>) {
+        let Self {
+            token,
+            probability,
+            top_tokens,
+            top_probabilities,
+        } = self.clone();
+        (token, probability, top_tokens, top_probabilities)
+    }
+
     fn __repr__(&self) -> String {
-        format!("{self:?}")
+        let Self {
+            token,
+            probability,
+            top_tokens,
+            top_probabilities,
+        } = self;
+        format!(
+            "Sampled(token={token}, probability={probability:?}, top_tokens={top_tokens:?}, \
+             top_probabilities={top_probabilities:?})"
+        )
     }
 }
 
@@ -336,8 +361,19 @@ impl NoToken {
         Self { not_finite }
     }
 
+    #[classattr]
+    fn __match_args__() -> (&'static str,) {
+        ("not_finite",)
+    }
+
+    /// Copies and pickles.
+    fn __getnewargs__(&self) -> (bool,) {
+        (self.not_finite,)
+    }
+
     fn __repr__(&self) -> String {
-        format!("Failure(not_finite={})", self.not_finite)
+        let truth = if self.not_finite { "True" } else { "False" };
+        format!("Failure(not_finite={truth})")
     }
 }
 

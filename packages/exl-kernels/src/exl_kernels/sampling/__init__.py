@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -266,7 +266,7 @@ class LaunchedRows:
             found = _native.sample_rows([_on_cpu(self._rows[i]) for i in left])
             for i, answer in zip(left, found, strict=True):
                 answers[i] = answer
-        return [answer for answer in answers if answer is not None]
+        return cast("list[Sampled | Failure]", answers)  # none is left
 
 
 def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedRows:
