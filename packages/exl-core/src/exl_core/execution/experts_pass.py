@@ -59,6 +59,8 @@ class ExpertsTogether:
 
     def _takes(self, half: MoE, x: Tensor, step: Step) -> bool:
         """Return whether the experts share a call for the rows of x and the adapters of the step."""
+        if half.norm is None and x.dtype != self._grouped.dtype:
+            return False
         if not self._grouped.shares(x.shape[0], self._about.chosen, step.invariant):
             return False
         return not step.loras or not any(linear.adapted(step.loras) for expert in half.experts for linear in expert)
