@@ -92,7 +92,7 @@ ROW_CONSTANTS = {
     "rust/exl-cpu/src/simd/scalar.rs:COLUMNS": "columns of a block of registers",
     "rust/exl-cuda/kernels/attention/attention_prefill.cuh:ROWS": "queries of a matrix instruction",
     "rust/exl-cuda/src/ops/attention/mod.rs:ROWS": "queries of a matrix instruction",
-    "rust/exl-cuda/kernels/linear/adapters.cuh:ADAPTED_ROWS": "rows of the shared memory, compared with GEMV_ROWS",
+    "rust/exl-cuda/kernels/linear/adapters.cuh:GEMV_ROWS": "the number of rows.rs, compared when Rust is compiled",
     "rust/exl-cuda/kernels/linear/batch_task.cuh:STAGED_COLUMNS": "columns of the kernels, compared with Rust's",
     "rust/exl-cuda/kernels/linear/tile_layout.cuh:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",

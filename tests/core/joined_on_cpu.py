@@ -225,6 +225,10 @@ class GroupDouble:
     """`LoraGroup` as its documentation states it, out of the pairs of each matrix."""
 
     calls = 0
+    multiplied = 0
+    """Matmuls that have added their adapters themselves."""
+    levels = 1
+    """Most adapters of a row, which the test knows."""
 
     def __init__(self, rows: RowAdapters, keys: Sequence[str], widths: Sequence[int]) -> None:
         self.rows, self.keys, self.widths = rows, keys, list(widths)
@@ -244,16 +248,18 @@ class GroupDouble:
             normed.copy_(h)
         return h
 
-    def fits(self, matmul: FusedDouble, rows: int) -> bool:
-        """Of rows of any adapters, here."""
+    def fits(self, matmul: FusedDouble, x: Tensor) -> bool:
+        """Of rows with one adapter each at most."""
+        rows = x.shape[0]
         plain = matmul.norm is None or not matmul.norm.layer
         gated = matmul.activation is None or len(matmul.matrices) > 1
-        return rows <= LIMITS.gemv_rows and matmul.joins(rows) and plain and gated
+        return rows <= LIMITS.gemv_rows and matmul.joins(rows) and plain and gated and GroupDouble.levels == 1
 
     def multiply(
         self, matmul: FusedDouble, x: Tensor, slots: Tensor, *, out: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         GroupDouble.calls += 1
+        GroupDouble.multiplied += 1
         h = x if matmul.norm is None else rms_norm(x, matmul.norm.weight, matmul.norm.eps)
         y = torch.cat([matrix.matmul(h) for matrix in matmul.matrices], 1)
         if matmul.activation is not None:

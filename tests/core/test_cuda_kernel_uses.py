@@ -29,7 +29,9 @@ pytestmark = pytest.mark.cuda
 
 PAGE = 16
 LAUNCHED = {
-    **{kernel: f"{kernel}_" for kernel in ("gemv_ring", "gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")},
+    **{kernel: f"{kernel}_" for kernel in ("gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")},
+    "gemv_ring_adapted": "gemv_ring_adapted_",
+    "gemv_ring": "gemv_ring_",
     "gemm_large": "dequantize_",
     "experts_route": "experts_route_",
 }

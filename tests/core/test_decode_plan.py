@@ -354,8 +354,11 @@ def test_a_step_with_adapters_is_the_modules_own_pass(
     """Rows with one adapter, with two in both orders, and with none, of every layout."""
     model, plan = planned_on_cpu(family, joined, tmp_path, monkeypatch)
     a, b = adapters_of_all_matrices(model, tmp_path / "adapters", 2)
-    sets = [(a,), (b, a), (a, b)]
-    for numbers, q_len in (([0], 1), ([-1], 1), ([1, -1, 2, 0, 0], 1), ([2, -1], 4)):
+    one, two = [(a,), (b,)], [(a,), (b, a), (a, b)]
+    for sets, numbers, q_len in (
+        *((one, [0], 1), (one, [1, -1], 1), (two, [0], 1), (two, [-1], 1)),
+        *((two, [1, -1, 2, 0, 0], 1), (two, [2, -1], 4)),
+    ):
         batch = len(numbers)
         table = torch.arange(batch * 2, dtype=torch.int32).view(batch, 2)
         ids = torch.randint(0, 96, (batch, 20 + q_len), generator=torch.Generator().manual_seed(batch))
@@ -373,12 +376,14 @@ def test_a_step_with_adapters_is_the_modules_own_pass(
             for module in model.modules:
                 x = module.forward(x, steps[0])
             logits = torch.empty_like(x)
-            GroupDouble.calls = 0
+            GroupDouble.calls = GroupDouble.multiplied = 0
+            GroupDouble.levels = 1 if sets is one else 2
             plan.run(flat, steps[1], logits)
         assert torch.equal(logits, x)
         assert (GroupDouble.calls > 0) == (joined != "0")
-        for one, other in zip(*(cache.all_tensors() for cache in caches), strict=True):
-            assert torch.equal(one, other)
+        assert (GroupDouble.multiplied > 0) == (joined != "0" and sets is one), "of at most two rows"
+        for tensor, other in zip(*(cache.all_tensors() for cache in caches), strict=True):
+            assert torch.equal(tensor, other)
 
 
 def test_why_there_is_no_plan(model: ExLlamaV2) -> None:

@@ -242,3 +242,27 @@ def test_the_way_of_a_pass_has_a_reason(tmp_path: Path) -> None:
     assert "at most 256" in whole[257, 1][1][0]
     config.no_graphs = True
     assert set(ways().values()) == {("eager", ("config.no_graphs asks for eager launches",))}
+
+
+def test_adapters_are_added_by_the_matmul_or_the_report_says_why_not(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", Shape(256, 768, 2, 4, 2, 96), 4.0)
+    config = ExLlamaV2Config(tmp_path / "model")
+
+    def uses(card: str, rows: int, rank: int) -> dict[str, KernelUse]:
+        found = kernel_uses(config, Card.named(card), rows=(rows,), prompts=(), adapter_rank=rank)
+        return {use.operation: use for use in found}
+
+    for rows in (1, 2):
+        own = uses("H200", rows, 32)
+        assert {own[name].kernel for name in ("q+k+v", "o", "gate+up", "down")} == {"gemv_ring_adapted"}
+        assert "adapters" not in own
+    for card, rows, rank, why in (
+        ("H200", 1, 33, "one adapter a row, of up to 32 ranks"),
+        ("4090", 1, 16, "bulk"),
+        ("H200", 3, 16, None),
+    ):
+        around = uses(card, rows, rank)
+        assert "lora_expand_gated" in around["adapters"].kernel
+        reasons = [reason for reason in around["adapters"].why if reason.startswith("gemv_ring: ")]
+        assert len(reasons) == (why is not None)
+        assert why is None or why in reasons[0]

@@ -14,6 +14,7 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
+from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.norm import rms_norm
 from exl_kernels.selection import LIMITS
 
@@ -203,16 +204,18 @@ def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: i
         matmul, normed = FusedLinear(some), FusedLinear(some, norm=norm)
         widths = tuple(matrix.out_features for matrix in some)
         group = LoraGroup(group_of(1, widths, K, ranks), K, widths)
-        assert group.fits(matmul, rows)
-        assert not group.fits(matmul, 3)
         x, _, residual, _ = operands(rows, K, sum(widths))
-        for sets in ((0, 2), (2, 0), (1, 3), (-1, 0), (3, -1), (1, 1)):
+        assert group.fits(matmul, x)
+        assert not group.fits(matmul, x.repeat(3, 1))
+        for sets in ((0, 0), (0, 2), (2, 0), (1, 3), (-1, 0), (3, -1), (1, 1)):
             ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
             bare, out = torch.empty_like(residual), torch.full_like(residual, torch.nan)
             want = group.expand(matmul(x, bare), group.shrink(x, ids), ids)
             assert bitwise_equal(group.multiply(matmul, x, ids, out=out), want), sets
             into = residual.clone()  # also the result
             assert bitwise_equal(group.multiply(matmul, x, ids, out=into, residual=into), residual + want)
+            if set(sets[:rows]) == {0}:
+                assert bitwise_equal(group.multiply(matmul, x, out=out), want), "all rows have the first set"
             h = rms_norm(x, norm.weight, norm.eps)
             want = group.expand(matmul(h, bare), group.shrink(h, ids), ids)
             for looks in (None, 0, 1):  # of blocks for the work of other blocks, which they then do themselves
@@ -223,7 +226,7 @@ def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: i
 @pytest.mark.needs("bulk_copy")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
-@pytest.mark.parametrize(("width", "inputs"), [(160, K), (16384, 2304), (4128, 2304)])
+@pytest.mark.parametrize(("width", "inputs"), [(160, K), (136, K), (16384, 2304), (4128, 2304)])
 def test_a_gated_matmul_adds_adapters_bitwise(rows: int, activation: Any, width: int, inputs: int) -> None:
     """Blocks of few tiles, and of many, whose warps keep their class and whose gates come first."""
     pair = [exl2(width, 4, 3, seed=seed, k=inputs, bias=seed == 1) for seed in range(2)]
@@ -237,6 +240,27 @@ def test_a_gated_matmul_adds_adapters_bitwise(rows: int, activation: Any, width:
         want = group.expand(y, group.shrink(x, ids), ids, activation=activation)
         found = group.multiply(gated, x, ids, out=torch.full_like(want, torch.nan))
         assert bitwise_equal(found, want), sets
+
+
+@pytest.mark.needs("bulk_copy")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_outputs_that_fill_no_tile_get_adapters(rows: int) -> None:
+    """Of three matrices side by side, each of half a tile more; the workspace is all ones behind the launches."""
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(7))
+    widths = (520, 136, 24)
+    matmul = FusedLinear([exl2(n, 4, 5, seed=i, perm=perm, bias=True) for i, n in enumerate(widths)])
+    group = LoraGroup(group_of(1, widths, K, (32, 16, 31, 1)), K, widths)
+    x, _, residual, _ = operands(rows, K, sum(widths))
+    held: list[torch.Tensor] = []
+    with workspaces_in(held):
+        for sets in ((0, 2), (3, 0), (2, 2)):
+            ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
+            want = group.expand(matmul(x, torch.empty_like(residual)), group.shrink(x, ids), ids)
+            found = torch.full_like(residual, torch.nan)
+            assert bitwise_equal(group.multiply(matmul, x, ids, out=found, residual=residual), residual + want), sets
+    torch.cuda.synchronize()
+    assert held
+    assert all(bool((memory == 255).all()) for memory in held)
 
 
 @pytest.mark.needs("bulk_copy")
@@ -265,15 +289,20 @@ def test_a_matmul_that_cannot_add_adapters_says_so() -> None:
         for levels, ranks in ((2, (16, 1, 8, 5)), (1, (33, 1, 8, 5)))
     )
     for group in (deep, wide):
-        assert not group.fits(matmul, 1)
-        with pytest.raises(ShapeError, match="does not add so many"):
+        assert not group.fits(matmul, x)
+        with pytest.raises(UnsupportedError, match=r"add them by `LoraGroup\.expand`"):
             group.multiply(matmul, x, out=y)
     group = LoraGroup(group_of(1, widths, K, (16, 1, 8, 5)), K, widths)
     with pytest.raises(UnsupportedError, match=r"add them by `LoraGroup\.expand`"):
         group.multiply(matmul, x.repeat(3, 1), out=y.repeat(3, 1))
     other = FusedLinear(matrices[:2])
-    with pytest.raises(ShapeError, match="other matrices"):
+    with pytest.raises(ShapeError, match="adapters of 1024"):
         group.multiply(other, x, out=y[:, : other.out_features].contiguous())
+    with pytest.raises(ShapeError, match="adapters of 1024"):
+        group.multiply(FusedLinear([*matrices[:2], matrices[1]]), x, out=y)
+    first = entry(K, 512, 4, False)[0]
+    with pytest.raises(ShapeError, match="multiple of 16"):
+        replace(first, b=torch.zeros(4 * 512 + 1, dtype=torch.float16, device=DEVICE)[1:].view(4, 512))
 
 
 def test_all_rows_have_the_first_set_without_numbers() -> None:

@@ -1,13 +1,13 @@
 //! Limits of rows that several kernels, launchers or Python share, each with its only definition.
 //!
-//! `kernels/common/row_limits.cuh` states the one that CUDA sources need, and the comparison below fails the build where it differs. Python
-//! asks for all of them (`exl_kernels.selection`). Thresholds that one family of kernels has measured are in its `select`.
+//! `kernels/common/row_limits.cuh` and `kernels/linear/adapters.cuh` state those that CUDA sources need, and the comparison below fails the
+//! build where they differ. Python asks for all of them (`exl_kernels.selection`). Thresholds that one family of kernels has measured are in its `select`.
 //! `scripts/check_tree.py` refuses a second definition, and a number in their place.
 
 use crate::abi::assert_constants;
 use crate::layout::COLUMN_TILE;
 
-/// Largest number of rows for which `gemv_ring` is faster than `gemm_few`, by measurement.
+/// Largest number of rows for which `gemv_ring` is faster than `gemm_few`, by measurement, and which it takes with adapters.
 pub const GEMV_ROWS: usize = 2;
 
 /// Most rows of `gemv_ring`, `gemm_few` and `gemm_direct`, columns of the packed input of the last two, and rows of an expert that are
@@ -31,6 +31,7 @@ pub const STEP_ROWS: usize = 256;
 pub const DECODE_TOKENS: usize = 16;
 
 assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
+assert_constants!(adapters, { GEMV_ROWS == GEMV_ROWS });
 
 const _: () = assert!(
     GEMV_ROWS < FEW_ROWS

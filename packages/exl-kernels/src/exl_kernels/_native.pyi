@@ -14,6 +14,7 @@ from exl_kernels.formats import Exl2Codes, Exl2Parts, GptqFormat, GptqParts
 from exl_kernels.sampling import Plan, Row, TokenTarget
 
 __all__ = [
+    "AdapterSizes",
     "AttentionBlock",
     "AttentionCall",
     "AttentionHeads",
@@ -34,6 +35,7 @@ __all__ = [
     "DraftHistory",
     "DraftRates",
     "DraftText",
+    "EpilogueAdapters",
     "ExpertRouter",
     "Experts",
     "ExpertsPlan",
@@ -45,7 +47,6 @@ __all__ = [
     "KernelLimits",
     "Launch",
     "LoraRows",
-    "MatmulAdapters",
     "MatmulCall",
     "MatmulInput",
     "MatmulPlan",
@@ -77,7 +78,6 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
-    "cuda_adapters_fit_epilogue",
     "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
@@ -156,6 +156,20 @@ __version__: Final[str]
 """
 Version of the native module.
 """
+
+@final
+class AdapterSizes:
+    """
+    Sizes of the adapters of a matmul's rows, by which plans decide whether it adds them itself.
+    """
+    def __new__(cls, /, *, levels: int, most_rank: int) -> AdapterSizes:
+        """
+        `levels`: most adapters of a row; `most_rank`: the largest rank.
+        """
+    @property
+    def levels(self, /) -> int: ...
+    @property
+    def most_rank(self, /) -> int: ...
 
 @final
 class AttentionBlock:
@@ -554,7 +568,7 @@ class CudaLinearGroup:
         next: NextInput | None = None,
         chained: bool = False,
         input_activation: str | None = None,
-        adapters: MatmulAdapters | None = None,
+        adapters: EpilogueAdapters | None = None,
     ) -> None:
         """
         Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
@@ -749,6 +763,19 @@ class DraftText:
         """
 
 @final
+class EpilogueAdapters:
+    """
+    The adapters of the rows of a matmul that adds them itself.
+    """
+    def __new__(
+        cls, /, table: Tensor, slots: Tensor | None, sizes: AdapterSizes, *, looks: int | None = None
+    ) -> EpilogueAdapters:
+        """
+        `table` and `slots` as for `LoraRows`; `sizes`: of the entries. `looks`: how often a block polls for the results of others before it
+        computes them itself, for tests; None: some milliseconds long.
+        """
+
+@final
 class ExpertRouter:
     """
     The choice of experts and weights from the logits of a router: made once with the layer.
@@ -875,7 +902,13 @@ class Failure:
 
     With a pair of prompts (CFG) `not_finite` covers every logit, allowed or not, since the mix sums over all of them.
     """
+
+    __match_args__: Final[tuple[str]]
     def __eq__(self, value: object, /) -> bool: ...
+    def __getnewargs__(self, /) -> tuple[bool]:
+        """
+        Copies and pickles.
+        """
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, not_finite: bool) -> Failure: ...
     def __repr__(self, /) -> str: ...
@@ -1064,26 +1097,13 @@ class Launch:
 @final
 class LoraRows:
     """
-    The adapters of the rows of a pass, for the matrices of one joined matmul.
+    The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and behind it take them.
     """
     def __new__(cls, /, table: Tensor, slots: Tensor | None, middle: Tensor) -> LoraRows:
         """
         `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
         None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
         [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
-        """
-
-@final
-class MatmulAdapters:
-    """
-    The adapters of the rows of a matmul that adds them itself.
-    """
-    def __new__(
-        cls, /, table: Tensor, slots: Tensor | None, most_rank: int, *, looks: int | None = None
-    ) -> MatmulAdapters:
-        """
-        `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
-        results of others before it computes them itself, for tests; None: some milliseconds long.
         """
 
 @final
@@ -1102,12 +1122,13 @@ class MatmulCall:
         aligned_input: bool = True,
         aligned_output: bool = True,
         invariant: bool = False,
-        adapted: bool = False,
+        adapters: AdapterSizes | None = None,
     ) -> MatmulCall:
         """
         A call of `rows` rows of float16, or of `bfloat16`. `norm`: "rms" or "layer" where the input is normed; `residual`: one is added.
         `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is aligned to 8 bytes and the residual to 4; `invariant`: a row's
-        result must not depend on the number of rows; `adapted`: the launch adds adapters.
+        result must not depend on the number of rows; `adapters`: the
+        launch adds adapters of these sizes.
         """
 
 @final
@@ -1157,7 +1178,7 @@ class MatmulPlan:
     @property
     def kernel(self, /) -> str:
         """
-        gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
+        gemv_ring, gemv_ring_adapted, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
         """
     @property
     def pays_apart(self, /) -> bool:
@@ -1529,7 +1550,13 @@ class Sampled:
     """
     A token with its final probability.
     """
+
+    __match_args__: Final[tuple[str, str, str, str]]
     def __eq__(self, value: object, /) -> bool: ...
+    def __getnewargs__(self, /) -> tuple[int, float, list[int], list[float]]:
+        """
+        Copies and pickles.
+        """
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(
         cls,
@@ -1686,11 +1713,6 @@ def apply_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interl
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, *, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
-def cuda_adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
-    """
-    Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
-    """
-
 def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
     """
     Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.

@@ -103,6 +103,7 @@ FUSED_ACTIVATIONS = LIMITS.activations
 """Names of the activations that GPU kernels apply. "gelu" is the tanh approximation."""
 
 RouterPlan = _native.RouterPlan
+AdapterSizes = _native.AdapterSizes
 
 NormOperation = Literal["rms", "layer", "rms parts", "add rms", "add post"]
 """The result of a launch that norms rows: an RMS norm, a LayerNorm, RMS norms of two parts of each row, x + y and its
@@ -259,7 +260,7 @@ class Card:
         activation: bool = False,
         norm: Literal["rms", "layer"] | None = None,
         residual: bool = False,
-        adapted: bool = False,
+        adapters: _native.AdapterSizes | None = None,
     ) -> _native.MatmulPlan:
         """Return the plan of a batch-invariant `linear.fused.FusedLinear` over one to three matrices.
 
@@ -269,10 +270,10 @@ class Card:
             activation: two matrices are gate and up, or one has its results activated.
             norm: the norm of the input that is fused.
             residual: a residual is added.
-            adapted: adapters are added (`PlannedMatmul.takes_adapters`).
+            adapters: sizes of the adapters that the launch adds (`PlannedMatmul.takes_adapters`).
         """
         shapes = [matrix._native for matrix in matrices]
-        call = _native.MatmulCall(rows, norm=norm, residual=residual, invariant=True, adapted=adapted)
+        call = _native.MatmulCall(rows, norm=norm, residual=residual, invariant=True, adapters=adapters)
         return _native.cuda_plan_fused(self._native, shapes, call, activation=activation)
 
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
@@ -477,20 +478,8 @@ def norm_kernel(
     return Selection.of(" + ".join(choice.kernels), choice.refused)
 
 
-def adapters_fit_epilogue(levels: int, most_rank: int) -> bool:
-    """Return whether a matmul may add adapters of these sizes itself, instead of launches before and behind it.
-
-    `PlannedMatmul.takes_adapters` says whether a matmul of some rows can.
-
-    Args:
-        levels: most adapters of a row.
-        most_rank: the largest rank.
-    """
-    return _native.cuda_adapters_fit_epilogue(levels, most_rank)
-
-
 def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> Selection:
-    """Return the kernels of `linear.lora`, in their order, which do not depend on the card.
+    """Return the kernels of `linear.lora` before and behind a matmul that does not add adapters itself, in their order.
 
     Args:
         rows: number of rows.

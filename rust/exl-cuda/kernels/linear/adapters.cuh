@@ -21,22 +21,22 @@ DEVICE const LoraEntry* entry_of(const LoraEntry* table, const int* slots, int r
 }
 
 // The adapters that a matmul of one or two rows adds to the results of one to three matrices.
-struct AdapterRows {
+struct EpilogueAdapters {
   const LoraEntry* table;  // [matrices, sets]
   const int* slots;        // [rows]: the set of each row, negative for none; null: the first set for all rows
-  float* exchange;         // all ones between launches: a counter of blocks, and from EXCHANGE_SUMS on [rows, matrices, EPILOGUE_RANKS, SUMS]
+  float* exchange;         // all ones between launches: a counter of blocks (so -1), and from EXCHANGE_SUMS on [rows, matrices, EPILOGUE_RANKS, SUMS]
   int sets;
   int looks;           // how often a block polls for the sums of others before it computes them itself
   uint32_t staged_at;  // shared memory for `tiles` tiles of each row (`Staged` in ring_adapters.cuh)
   int tiles;           // most tiles of a block
   uint32_t slices_at;  // shared memory for slices of columns of A
+  int tile_bytes;      // of a tile of 16 features of a row: B of the largest rank, the result, the residual
 };
-ABI_SIZE(AdapterRows, 48); ABI_AT(AdapterRows, table, 0); ABI_AT(AdapterRows, slots, 8); ABI_AT(AdapterRows, exchange, 16);
-ABI_AT(AdapterRows, sets, 24); ABI_AT(AdapterRows, looks, 28); ABI_AT(AdapterRows, staged_at, 32); ABI_AT(AdapterRows, tiles, 36);
-ABI_AT(AdapterRows, slices_at, 40);
+ABI_SIZE(EpilogueAdapters, 48); ABI_AT(EpilogueAdapters, table, 0); ABI_AT(EpilogueAdapters, slots, 8); ABI_AT(EpilogueAdapters, exchange, 16);
+ABI_AT(EpilogueAdapters, sets, 24); ABI_AT(EpilogueAdapters, looks, 28); ABI_AT(EpilogueAdapters, staged_at, 32); ABI_AT(EpilogueAdapters, tiles, 36);
+ABI_AT(EpilogueAdapters, slices_at, 40); ABI_AT(EpilogueAdapters, tile_bytes, 44);
 
 // Most rows and ranks of such a matmul. SUMS: partial sums of a row times a column of A, those of the warps of `lora_shrink`'s block.
-// STAGED_TILE: bytes of shared memory of a tile of 16 features of a row.
-constexpr int ADAPTED_ROWS = 2, EPILOGUE_RANKS = 32, STAGED_TILE = 1120, SUMS = 8, EXCHANGE_SUMS = 32;
+constexpr int GEMV_ROWS = 2, EPILOGUE_RANKS = 32, SUMS = 8, EXCHANGE_SUMS = 32;
 // Elements of a piece of a slice, and bytes of it in shared memory: of A, and places in the input.
 constexpr int PIECE = 256, STAGED_PIECE = 1024;

@@ -248,11 +248,12 @@ struct Walker {
 };
 
 template <int KIND, int ENTRY, bool GENERAL, bool ADAPTED>
-DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* places, const Adding& adding) {
+DEVICE void consume(const Task& p, const EpilogueAdapters* adapters, KnownAdapters* known, uint8_t* memory, uint32_t base, const uint4* places) {
   constexpr int NEXT_CLASS = 5, NEVER = 0x7fffffff;
   const Barriers s(p, base);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   if constexpr (ADAPTED) {
+    const Adding adding{p, *adapters, memory, *known};
     const Adding::Found found(adding.entry(lane));
     adding.fetch(found);
     fill_shared<GENERAL>(p, memory);
@@ -342,7 +343,7 @@ DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
 // The epilogue: bias and prescale, the gate's activation, the residual. Each rounds where separate operators round. There is nothing to
 // store before the first tile is done, so this warp first sets up data for the others.
 template <int ENTRY, bool ADAPTED>
-DEVICE void store_tiles(const Task& p, const AdapterRows* adapters, KnownAdapters* known, uint8_t* memory, uint32_t base, uint4* places) {
+DEVICE void store_tiles(const Task& p, const EpilogueAdapters* adapters, KnownAdapters* known, uint8_t* memory, uint32_t base, uint4* places) {
   constexpr int TURNS = 4;  // of two rows
   const Barriers s(p, base);
   const int lane = threadIdx.x % 32, row = lane % 16;
@@ -415,7 +416,7 @@ DEVICE void store_tiles(const Task& p, const AdapterRows* adapters, KnownAdapter
 
 // `adapters`: of the rows; null if the form has none.
 template <int KIND, int ENTRY, bool GENERAL, bool ADAPTED>
-DEVICE void ring_matmul(const Task& p, const AdapterRows* adapters) {
+DEVICE void ring_matmul(const Task& p, const EpilogueAdapters* adapters) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint4 places[MATRICES];
@@ -430,11 +431,10 @@ DEVICE void ring_matmul(const Task& p, const AdapterRows* adapters) {
     stream_all(p, base);
   } else if (warp < CONSUMERS) {
     touch_parameters(p);
-    const Adding adding{p, *adapters, memory, *known};
-    consume<KIND, ENTRY, GENERAL, ADAPTED>(p, memory, base, places, adding);
+    consume<KIND, ENTRY, GENERAL, ADAPTED>(p, adapters, known, memory, base, places);
     if constexpr (ADAPTED) {
       bar<6>(CONSUMERS * 32 + 32);
-      adding.add();
+      Adding{p, *adapters, memory, *known}.add();
     }
   } else {
     store_tiles<ENTRY, ADAPTED>(p, adapters, known, memory, base, places);
@@ -449,7 +449,7 @@ DEVICE void ring_matmul(const Task& p, const AdapterRows* adapters) {
     ring_matmul<KIND, ENTRY, GENERAL, false>(p, nullptr);                       \
   }
 #define RING_ADAPTED(KIND, kind, ENTRY, BOUND)                                                                                         \
-  extern "C" __global__ void BOUND gemv_ring_adapted_##kind##_##ENTRY(const __grid_constant__ Task p, const __grid_constant__ AdapterRows a) { \
+  extern "C" __global__ void BOUND gemv_ring_adapted_##kind##_##ENTRY(const __grid_constant__ Task p, const __grid_constant__ EpilogueAdapters a) { \
     ring_matmul<KIND, ENTRY, false, true>(p, &a);                                                                                      \
   }
 #define RING(KIND, kind, ENTRY, BOUND)                             \

@@ -2,8 +2,8 @@
 //
 // The rows times A are divided among the blocks: once the input is in shared memory, a few consumer warps of each block multiply a slice of it
 // by a column of A each and leave the sums in a workspace, where every block finds all of them before its last tile. The storing warp leaves
-// results in shared memory, and after the last tile the consumers add the adapters to all of them at once. It has no time for more: the
-// instructions of one warp take long. Sums have the order of lora.cu.
+// results in shared memory, and after the last tile the consumers add the adapters to all of them at once: one warp issues too few
+// instructions to add them tile by tile. Sums have the order of lora.cu.
 #pragma once
 #include "linear/adapters.cuh"
 #include "linear/gate.cuh"
@@ -12,24 +12,23 @@
 #if __CUDA_ARCH__ >= 900
 // The adapters of a block's rows, in shared memory.
 struct KnownAdapters {
-  const float* bias[ADAPTED_ROWS][MATRICES];
-  int rank[ADAPTED_ROWS][MATRICES];                      // 0: none
-  float middle[ADAPTED_ROWS][MATRICES][EPILOGUE_RANKS];  // the row times A times the scale of each rank
+  const float* bias[GEMV_ROWS][MATRICES];
+  int rank[GEMV_ROWS][MATRICES];                      // 0: none
+  float middle[GEMV_ROWS][MATRICES][EPILOGUE_RANKS];  // the row times A times the scale of each rank
 };
-// A row's tile of a block in shared memory: B, the result, the residual. Two tiles' elements of B of one rank are in different banks.
+// A row's tile of a block in shared memory: B, the result, the residual.
 struct Staged {
-  static constexpr int RESULT = EPILOGUE_RANKS * 32 + 32;
-  static_assert(STAGED_TILE == RESULT + 64, "two rows of sixteen halves behind B");
-  uint8_t* at;
-  DEVICE Staged(const AdapterRows& a, uint8_t* memory, int token, int tile) : at(memory + a.staged_at + (token * a.tiles + tile) * STAGED_TILE) {}
+  uint8_t *at, *end;
+  DEVICE Staged(const EpilogueAdapters& a, uint8_t* memory, int token, int tile)
+      : at(memory + a.staged_at + (token * a.tiles + tile) * a.tile_bytes), end(at + a.tile_bytes) {}
   DEVICE __half* b() const { return reinterpret_cast<__half*>(at); }  // [rank, 16]
-  DEVICE __half* result() const { return reinterpret_cast<__half*>(at + RESULT); }
-  DEVICE __half* residual() const { return reinterpret_cast<__half*>(at + RESULT + 32); }
+  DEVICE __half* result() const { return reinterpret_cast<__half*>(end - 64); }
+  DEVICE __half* residual() const { return reinterpret_cast<__half*>(end - 32); }
 };
 
 struct Adding {
   const Task& p;
-  const AdapterRows& a;
+  const EpilogueAdapters& a;
   uint8_t* memory;
   KnownAdapters& known;
 
@@ -142,9 +141,9 @@ struct Adding {
   // ---- the storing warp
   // Looks up the adapters.
   DEVICE void find() const {
-    __shared__ const float* scale[ADAPTED_ROWS * MATRICES];
+    __shared__ const float* scale[GEMV_ROWS * MATRICES];
     const int lane = threadIdx.x % 32;
-    if (lane < ADAPTED_ROWS * MATRICES) {
+    if (lane < GEMV_ROWS * MATRICES) {
       const LoraEntry* found = entry(lane);
       known.bias[lane / MATRICES][lane % MATRICES] = found ? found->bias : nullptr;
       known.rank[lane / MATRICES][lane % MATRICES] = found ? (int)found->rank : 0;
@@ -152,7 +151,7 @@ struct Adding {
     }
     __syncwarp();
 #pragma unroll 2
-    for (int i = 0; i < ADAPTED_ROWS * MATRICES; i++)
+    for (int i = 0; i < GEMV_ROWS * MATRICES; i++)
       if (lane < known.rank[i / MATRICES][i % MATRICES]) known.middle[i / MATRICES][i % MATRICES][lane] = scale[i][lane];
     __syncwarp();
   }

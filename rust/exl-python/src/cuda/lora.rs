@@ -4,7 +4,6 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::linear::lora::{self, LoraEntry};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::attention::MatmulInput;
@@ -71,46 +70,23 @@ pub fn cuda_lora_add(
         .map_err(|e| device_error(py, &e))
 }
 
-/// The adapters of the rows of a pass, for the matrices of one joined matmul.
-#[pyclass(frozen, module = "exl_kernels._native")]
+/// Entries of adapters, and the sets of rows.
 #[derive(Debug)]
-pub struct LoraRows {
+struct Entries {
     table: Tensor,
     slots: Option<Tensor>,
-    /// None in `MatmulAdapters`.
-    middle: Option<Tensor>,
 }
 
-#[pymethods]
-impl LoraRows {
-    /// `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
-    /// None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
-    /// [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
-    #[new]
-    #[pyo3(signature = (table, slots, middle))]
-    fn new(table: Tensor, slots: Option<Tensor>, middle: Tensor) -> Self {
-        Self {
-            table,
-            slots,
-            middle: Some(middle),
-        }
-    }
-}
-
-impl LoraRows {
+impl Entries {
     /// The tensors, named for errors.
     fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        let middle = self.middle.as_ref().map(|middle| ("middle", middle));
         let slots = self.slots.as_ref().map(|slots| ("slots", slots));
-        [("table", &self.table)]
-            .into_iter()
-            .chain(middle)
-            .chain(slots)
+        [("table", &self.table)].into_iter().chain(slots)
     }
 
-    /// The operands for `rows` rows without their middle.
-    fn entries(&self, rows: usize) -> PyResult<lora::Group> {
-        let Self { table, slots, .. } = self;
+    /// The operands for `rows` rows.
+    fn checked(&self, rows: usize) -> PyResult<lora::Entries> {
+        let Self { table, slots } = self;
         let [levels, matrices, sets, fields] = match table.shape[..] {
             [levels, matrices, sets, fields] => [levels, matrices, sets, fields],
             _ => [0; 4],
@@ -128,88 +104,140 @@ impl LoraRows {
                 .is_none_or(|slots| slots.dtype == DType::I32 && slots.shape == [rows]),
             "slots must be int32 [T]",
         )?;
-        Ok(lora::Group {
+        Ok(lora::Entries {
             table: table.ptr,
             slots: slots.as_ref().map_or(0, |slots| slots.ptr),
-            middle: 0,
             rows,
             sets,
             matrices,
             levels,
-            most_rank: 0,
-            looks: None,
         })
+    }
+}
+
+/// The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and behind it take them.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct LoraRows {
+    entries: Entries,
+    middle: Tensor,
+}
+
+#[pymethods]
+impl LoraRows {
+    /// `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
+    /// None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
+    /// [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
+    #[new]
+    #[pyo3(signature = (table, slots, middle))]
+    fn new(table: Tensor, slots: Option<Tensor>, middle: Tensor) -> Self {
+        Self {
+            entries: Entries { table, slots },
+            middle,
+        }
+    }
+}
+
+impl LoraRows {
+    /// The tensors, named for errors.
+    fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        self.entries.tensors().chain([("middle", &self.middle)])
     }
 
     /// The operands for `rows` rows.
     fn checked(&self, rows: usize) -> PyResult<lora::Group> {
-        let group = self.entries(rows)?;
-        let lines = group.levels * group.matrices;
-        let middle = self.middle.as_ref().filter(|middle| {
+        let (entries, middle) = (self.entries.checked(rows)?, &self.middle);
+        let lines = entries.levels * entries.matrices;
+        expect(
             middle.dtype == DType::F32
                 && middle.shape.len() == 2
                 && middle.shape[0] == rows
-                && middle.shape[1].is_multiple_of(lines)
-        });
-        let Some(middle) = middle else {
-            return Err(PyValueError::new_err(
-                "middle must be float32 [T, levels * matrices * largest rank]",
-            ));
-        };
+                && middle.shape[1].is_multiple_of(lines),
+            "middle must be float32 [T, levels * matrices * largest rank]",
+        )?;
         Ok(lora::Group {
+            entries,
             middle: middle.ptr,
             most_rank: middle.shape[1] / lines,
-            ..group
         })
+    }
+}
+
+/// Sizes of the adapters of a matmul's rows, by which plans decide whether it adds them itself.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AdapterSizes {
+    pub sizes: lora::select::Sizes,
+}
+
+#[pymethods]
+impl AdapterSizes {
+    /// `levels`: most adapters of a row; `most_rank`: the largest rank.
+    #[new]
+    #[pyo3(signature = (*, levels, most_rank))]
+    const fn new(levels: usize, most_rank: usize) -> Self {
+        Self {
+            sizes: lora::select::Sizes { levels, most_rank },
+        }
+    }
+
+    #[getter]
+    const fn levels(&self) -> usize {
+        self.sizes.levels
+    }
+
+    #[getter]
+    const fn most_rank(&self) -> usize {
+        self.sizes.most_rank
     }
 }
 
 /// The adapters of the rows of a matmul that adds them itself.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
-pub struct MatmulAdapters {
-    rows: LoraRows,
-    most_rank: usize,
-    looks: Option<i32>,
+pub struct EpilogueAdapters {
+    entries: Entries,
+    pub sizes: lora::select::Sizes,
+    looks: Option<u16>,
 }
 
 #[pymethods]
-impl MatmulAdapters {
-    /// `table` and `slots` as for `LoraRows`, with one level of entries of at most `most_rank` ranks. `looks`: how often a block polls for the
-    /// results of others before it computes them itself, for tests; None: some milliseconds long.
+impl EpilogueAdapters {
+    /// `table` and `slots` as for `LoraRows`; `sizes`: of the entries. `looks`: how often a block polls for the results of others before it
+    /// computes them itself, for tests; None: some milliseconds long.
     #[new]
-    #[pyo3(signature = (table, slots, most_rank, *, looks=None))]
-    fn new(table: Tensor, slots: Option<Tensor>, most_rank: usize, looks: Option<i32>) -> Self {
-        let rows = LoraRows {
-            table,
-            slots,
-            middle: None,
-        };
+    #[pyo3(signature = (table, slots, sizes, *, looks=None))]
+    fn new(table: Tensor, slots: Option<Tensor>, sizes: &AdapterSizes, looks: Option<u16>) -> Self {
         Self {
-            rows,
-            most_rank,
+            entries: Entries { table, slots },
+            sizes: sizes.sizes,
             looks,
         }
     }
 }
 
-impl MatmulAdapters {
+impl EpilogueAdapters {
     /// The tensors, named for errors.
     pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        self.rows.tensors()
+        self.entries.tensors()
     }
 
-    /// The operands for `rows` rows of `matrices` matrices.
-    pub(super) fn checked(&self, rows: usize, matrices: usize) -> PyResult<lora::Group> {
-        let group = self.rows.entries(rows)?;
-        let fits = lora::select::fits_epilogue(group.levels, self.most_rank);
+    /// The operands for `rows` rows of `matrices` matrices, with the workspace at `exchange`.
+    pub(super) fn checked(
+        &self,
+        rows: usize,
+        matrices: usize,
+        exchange: usize,
+    ) -> PyResult<lora::InMatmul> {
+        let entries = self.entries.checked(rows)?;
         expect(
-            fits && group.matrices == matrices,
-            "the adapters are for other matrices, or a matmul does not add so many of them",
+            entries.matrices == matrices && entries.levels == self.sizes.levels,
+            "the adapters are for other matrices, or their sizes are others",
         )?;
-        Ok(lora::Group {
-            looks: self.looks,
-            ..group
+        Ok(lora::InMatmul {
+            entries,
+            exchange,
+            looks: self.looks.map(i32::from),
         })
     }
 }
@@ -301,7 +329,7 @@ pub fn cuda_lora_expand(
     );
     let group = rows.checked(count)?;
     expect(
-        widths.len() == group.matrices && is_halves(&y, &[count, width], 4),
+        widths.len() == group.entries.matrices && is_halves(&y, &[count, width], 4),
         "y must be float16 [T, sum of widths], a width for each matrix",
     )?;
     let gate = gate.map(activation_kind).transpose()?;

@@ -406,12 +406,6 @@ pub fn cuda_refusal_of_adapted_rows(rows: usize, invariant: bool) -> Option<Stri
     refused.map(|why| why.to_string())
 }
 
-/// Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
-#[pyfunction]
-pub fn cuda_adapters_fit_epilogue(levels: usize, most_rank: usize) -> bool {
-    adapters::fits_epilogue(levels, most_rank)
-}
-
 /// Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
 #[pyfunction]
 pub fn cuda_adapters_pack_input(rows: usize, in_features: usize) -> bool {

@@ -49,7 +49,7 @@ class MatmulAdapters:
             [T, outputs of all matrices], or of one of two with an activation.
         """
         rows = x.shape[0]
-        if self.group.fits(matmul, rows):
+        if self.group.fits(matmul, x):
             return self.group.multiply(matmul, x, self.slots, out=x.new_empty(rows, matmul.out_features))
         y, middle = self._multiply(bare, x, norm, x.new_empty(rows, bare.out_features))
         if len(self.group.widths) > 1:
@@ -59,7 +59,7 @@ class MatmulAdapters:
 
     def last(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
-        if self.group.fits(matmul, x.shape[0]):
+        if self.group.fits(matmul, x):
             self.group.multiply(matmul, x, self.slots, out=out, residual=residual)
             return
         y, middle = self._multiply(matmul, x, None, out if residual is None else torch.empty_like(out))

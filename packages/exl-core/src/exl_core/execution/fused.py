@@ -9,8 +9,9 @@ norm, gate, up and activation; down and residual. For three to eight rows each m
 where both can, and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and
 packs the input of a matmul. Captured steps of still more rows run their matmuls in the blocks of their plans: results
 stay batch-invariant. Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that
-pack inputs. Adapters take two launches more for each matmul that they change: one before it, which also norms the
-input, and one behind it, which also adds the residual or applies the gate. In prompts of more rows than are
+pack inputs. The matmul of one or two rows adds adapters itself where it can. Otherwise they take two launches more for
+each matmul that they change: one before it, which also norms the input, and one behind it, which also adds the residual
+or applies the gate. In prompts of more rows than are
 batch-invariant (`packed_rows`) torch multiplies dequantized matrices, and adds the residual.
 """
 
@@ -180,7 +181,7 @@ class JoinedLaunches:
         prologues = self._kept_prologues.get(key)
         if prologues is None:
             if len(self._kept_prologues) >= KEPT_PLANS:
-                self._kept_prologues.clear()
+                self._kept_prologues.pop(next(iter(self._kept_prologues)))
             prologues = self._kept_prologues[key] = next_prologues(
                 [half.plan for half in halves], joins, self._last_norm, head, rows, packs=not step.loras
             )

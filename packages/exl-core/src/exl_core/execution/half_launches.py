@@ -25,7 +25,7 @@ class NormLaunch(Enum):
     MATMUL = auto()
     """The first matmul."""
     ADAPTERS = auto()
-    """The launch before the first matmul that multiplies by the adapters' A."""
+    """The launch before the first matmul that multiplies by the adapters' A, or the matmul if it adds them itself."""
     PACKING = auto()
     """A launch that also packs the input of the first matmul."""
     OWN = auto()

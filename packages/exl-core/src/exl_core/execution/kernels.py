@@ -19,11 +19,11 @@ from exl_kernels.selection import (
     FEW_ROWS,
     PACKED_ROWS,
     STEP_ROWS,
+    AdapterSizes,
     Card,
     RouterPlan,
     Selection,
     adapter_kernels,
-    adapters_fit_epilogue,
     adapters_pack_input,
     attention_stores_keys,
     refusal_of_experts,
@@ -127,13 +127,12 @@ def kernel_uses(
     found: list[KernelUse] = []
     for count, is_prompt in (*((n, False) for n in rows), *((n, True) for n in prompts)):
         way = model.way(count, is_prompt, adapted=adapter_rank is not None)
-        uses = _Uses(model, way, count, is_prompt, adapted=adapter_rank is not None)
+        uses = _Uses(model, way, count, is_prompt, adapter_rank)
         uses.attention(cache, keys, rotated)
         uses.halves()
         uses.head()
         uses.norms()
-        if adapter_rank is not None:
-            uses.adapters(adapter_rank)
+        uses.adapters()
         found += uses.rows()
     return found
 
@@ -314,11 +313,12 @@ class _Uses:
         way: how the pass runs.
         count: the number of rows.
         is_prompt: the rows are the tokens of one sequence.
-        adapted: all rows have adapters.
+        adapter_rank: rank of adapters of all matrices that all rows have; None: they have none.
     """
 
-    def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool, *, adapted: bool) -> None:
-        self._model, self._way, self._count, self._adapted = model, way, count, adapted
+    def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool, adapter_rank: int | None) -> None:
+        self._model, self._way, self._count, self._rank = model, way, count, adapter_rank
+        self._adapted = adapted = adapter_rank is not None
         self._invariant = rows_are_invariant(count, invariant=way.invariant)
         self._tokens = count if is_prompt else 1
         self._found: dict[str, _Found] = {}
@@ -426,9 +426,26 @@ class _Uses:
     def _joined(self, plan: HalfPlan[ShapedMatmul]) -> None:
         """Add the matmuls of a half whose launches are joined; the last one of an MLP may have no joined launch."""
         first, last = _names(plan)
-        matmul = self._bare(plan) if self._adapted else plan.first_of_unnormed(self._count)
-        self._matmul(first, matmul, plan.about.first)
-        self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual and not self._adapted)
+        if not self._adapted:
+            self._matmul(first, plan.first_of_unnormed(self._count), plan.about.first)
+            self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual)
+            return
+        for name, matmul, bare, linears, residual in (
+            (first, plan.first, self._bare(plan), plan.about.first, False),
+            (last, plan.last, plan.last, (plan.about.last,), plan.adds_residual),
+        ):
+            adding = self._adding(matmul, residual=residual)
+            if adding is not None and adding.joined:
+                self._add(name, adding.kernel, adding.reasons)
+            else:
+                self._matmul(name, bare, linears)
+
+    def _adding(self, matmul: ShapedMatmul, *, residual: bool) -> Selection | None:
+        """Return the launch of a matmul that adds the adapters of a captured step; not `joined`: why none does."""
+        if self._rank is None or self._way.way != "captured":
+            return None
+        sizes = AdapterSizes(levels=1, most_rank=self._rank)
+        return matmul.selection(self._count, residual=residual, adapters=sizes)
 
     def _bare(self, plan: HalfPlan[ShapedMatmul]) -> ShapedMatmul:
         """Return the first matmul that launches of adapters surround, as `JoinedHalf.first_bare`."""
@@ -476,32 +493,29 @@ class _Uses:
         for found in launches.of(self._runs, self._prologues, self._last_norm):
             self._add("norm", found.kernel, found.reasons)
 
-    def adapters(self, rank: int) -> None:
-        """Add the launches of adapters of all matrices, where a captured step has them."""
-        if self._way.way != "captured":
+    def adapters(self) -> None:
+        """Add the launches of adapters of all matrices, where a captured step has them and no matmul adds them."""
+        if self._rank is None or self._way.way != "captured":
             return
         for half in self._halves:
             for plan in _plans(half):
                 gated = plan.activation is not None and len(plan.about.first) > 1
-                self._adapters(plan.first, self._bare(plan), rank, len(plan.about.first), gated=gated)
-                self._adapters(plan.last, plan.last, rank, 1)
+                ranks = self._rank * len(plan.about.first)
+                self._adapters(self._adding(plan.first, residual=False), self._bare(plan), ranks, gated=gated)
+                adding = self._adding(plan.last, residual=plan.adds_residual)
+                self._adapters(adding, plan.last, self._rank, gated=False)
             for linear in half.module.submodules() if half.plan is None else ():
                 if not linear.spec.in_mixture:
                     self._add("adapters", adapter_kernels(self._count, 0).kernel)
 
-    def _adapters(
-        self, matmul: ShapedMatmul, bare: ShapedMatmul, rank: int, matrices: int, *, gated: bool = False
-    ) -> None:
-        """Add the launches of the adapters of a joined matmul, as `adapted.MatmulAdapters`.
-
-        `bare`: the matmul without its activation.
-        """
-        if adapters_fit_epilogue(1, rank) and matmul.takes_adapters(self._count):
-            return  # the launch of the matmul adds them
+    def _adapters(self, adding: Selection | None, bare: ShapedMatmul, ranks: int, *, gated: bool) -> None:
+        """Add the launches of adapters around a joined matmul, as `MatmulAdapters`; ranks: of all its matrices."""
+        if adding is not None and adding.joined:
+            return
         fits = adapters_pack_input(self._count, bare.in_features)
         columns = bare.input_columns(self._count) if fits else None
-        found = adapter_kernels(self._count, rank * matrices, columns=columns, gated=gated)
-        self._add("adapters", found.kernel, found.reasons)
+        found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
+        self._add("adapters", found.kernel, (*found.reasons, *(adding.reasons if adding is not None else ())))
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:
         """Return whether the launch of a router norms the hidden state, as `ExpertsTogether` lets it."""

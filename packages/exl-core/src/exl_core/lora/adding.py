@@ -2,12 +2,14 @@
 
 | way | launches | for |
 |---|---|---|
+| matmul | none: it adds them itself (`LoraGroup.multiply`) | one or two rows of captured steps; `LoraGroup.fits` |
 | group | one before each joined matmul and one behind it (`LoraGroup`) | captured steps; `refusal_of_group` |
 | table | one call behind each matmul, for all rows (`LoraTable`) | other rows on a GPU that `LoraTable.takes` |
 | torch | two matmuls behind each matmul, for the rows of each pair (`LoraPair.forward`) | everything else |
 
 The first way that applies adds, matrix by matrix. A step with adapters is captured only where kernels add all of them
-(`refusal_of_capture`): torch's way decides on the host which rows a pair has. Group and table are bitwise identical.
+(`refusal_of_capture`): torch's way decides on the host which rows a pair has. All but torch's are bitwise
+identical.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def refusal_of_capture(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]
 
 
 def refusal_of_group(pairs: Sequence[AdapterPair], in_features: int, widths: Sequence[int]) -> str | None:
-    """Return why pairs of the matrices of one joined matmul are not added by its two launches, or None.
+    """Return why pairs of the matrices of one joined matmul are not added as a `LoraGroup`, or None.
 
     Args:
         pairs: the pairs that change any of the matrices.

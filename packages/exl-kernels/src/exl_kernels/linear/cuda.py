@@ -80,7 +80,7 @@ def launch_matmul(
     next_input: _native.NextInput | None = None,
     chained: bool = False,
     input_activation: str | None = None,
-    adapters: _native.MatmulAdapters | None = None,
+    adapters: _native.EpilogueAdapters | None = None,
 ) -> None:
     """Launch a matmul by its plan on torch's current stream, in memory of the plan's sizes.
 

@@ -162,12 +162,14 @@ class FusedLinear(PlannedMatmul):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
-        adapted: bool = False,
+        adapters: _native.AdapterSizes | None = None,
     ) -> _native.MatmulPlan | None:
         """Return the plan of a call; None where a matrix is not quantized."""
         if self._group is None:
             return None
-        key = rows << 4 | adapted << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        if adapters is not None:
+            key |= (adapters.levels << 20 | adapters.most_rank) << 64
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
@@ -181,7 +183,7 @@ class FusedLinear(PlannedMatmul):
                 aligned_input=aligned_input,
                 aligned_output=aligned_output,
                 invariant=True,
-                adapted=adapted,
+                adapters=adapters,
             )
             plan = self._plans[key] = self._group.plan(call)
         return plan
@@ -244,7 +246,12 @@ class FusedLinear(PlannedMatmul):
             activate(out, self.activation, out=out)
 
     def adapted(
-        self, x: Tensor, out: Tensor, adapters: _native.MatmulAdapters, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        adapters: _native.EpilogueAdapters,
+        sizes: _native.AdapterSizes,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Compute `self(x, out, residual)` with the adapters of each row added first; for `LoraGroup.multiply`.
 
@@ -252,6 +259,7 @@ class FusedLinear(PlannedMatmul):
             x: [m, K] float16, of rows for which `takes_adapters` holds.
             out: [m, N].
             adapters: of the rows, for these matrices.
+            sizes: theirs.
             residual: as for `__call__`.
 
         Raises:
@@ -259,9 +267,8 @@ class FusedLinear(PlannedMatmul):
             ShapeError, DTypeError, ValueError: an operand does not fit.
         """
         m = self._check(x, out, residual)
-        aligned = x.data_ptr() % 16 == 0
-        plan = self._planned(m, residual is not None, aligned, adapted=True)
-        if plan is None or not plan.joined or plan.rows != m:
+        plan = self._plan(m, residual is not None, x.data_ptr() % 16 == 0, adapters=sizes)
+        if plan is None:
             raise UnsupportedError(
                 f"no launch of {m} rows of these matrices adds adapters: add them by `LoraGroup.expand`"
             )

@@ -18,7 +18,7 @@ from .. import _native
 from ..cuda_ops import check_operand, launch_on
 from ..device import row_invariant
 from ..errors import DTypeError, ShapeError
-from ..selection import adapters_fit_epilogue, refusal_of_adapted_rows, refusal_of_adapted_shapes
+from ..selection import refusal_of_adapted_rows, refusal_of_adapted_shapes
 from .cuda import aligned
 from .fused import Activation, FusedLinear, FusedNorm
 from .matmul_input import MatmulInput
@@ -34,7 +34,7 @@ class LoraEntry:
     """The adapter of one matrix on a GPU: x -> ((x @ A.T) * scale) @ B + bias.
 
     Raises:
-        ShapeError: the rank is 0.
+        ShapeError: the rank is 0, or A or B is not aligned to 16 bytes.
     """
 
     a: Tensor
@@ -49,6 +49,9 @@ class LoraEntry:
     def __post_init__(self) -> None:
         if not self.a.shape[0]:
             raise ShapeError("an adapter of rank 0: its rank must be at least 1")
+        for name, t in (("a", self.a), ("b", self.b)):
+            if t.data_ptr() % 16:
+                raise ShapeError(f"{name} of an adapter begins at {t.data_ptr():#x}: expected a multiple of 16 bytes")
 
     @staticmethod
     def of(a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device) -> LoraEntry | None:
@@ -62,8 +65,8 @@ class LoraEntry:
         if not (fits and half_a.isfinite().all() and half_b.isfinite().all()):
             return None
         return LoraEntry(
-            half_a.contiguous(),
-            half_b.t().contiguous(),
+            aligned(half_a.contiguous()),
+            aligned(half_b.t().contiguous()),
             torch.full((a.shape[0],), scaling, dtype=torch.float32, device=device),
             None if bias is None else (bias.to(device).float() * scaling).contiguous(),
         )
@@ -189,11 +192,11 @@ class LoraGroup:
         self.most_rank = max(entry.rank for entry in self._entries)
         fields = [[[_fields(entry) for entry in entries] for entries in level] for level in levels]
         self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
-        self._fits_epilogue = adapters_fit_epilogue(len(levels), self.most_rank)
+        self._sizes = _native.AdapterSizes(levels=len(levels), most_rank=self.most_rank)
 
-    def fits(self, matmul: FusedLinear, rows: int) -> bool:
-        """Return whether `multiply` takes `rows` rows of the matmul."""
-        return self._fits_epilogue and matmul.takes_adapters(rows)
+    def fits(self, matmul: FusedLinear, x: Tensor) -> bool:
+        """Return whether `multiply` takes the matmul, of the matrices of the group, with this input [T, in]."""
+        return x.data_ptr() % 16 == 0 and matmul.takes_adapters(x.shape[0], self._sizes)
 
     def shrink(
         self,
@@ -265,9 +268,15 @@ class LoraGroup:
             DeviceError: the launch failed, or CUDA cannot be used.
         """
         check_operand("x", x, self._table)
+        sizes = (matmul.in_features, tuple(matrix.out_features for matrix in matmul.matrices))
+        if sizes != (self.in_features, self.widths):
+            raise ShapeError(
+                f"multiply: matrices of {sizes[0]} inputs and {sizes[1]} outputs with adapters of {self.in_features} "
+                f"and {self.widths}"
+            )
         try:
-            adapters = _native.MatmulAdapters(self._table, slots, self.most_rank, looks=looks)
-            return matmul.adapted(x, out, adapters, residual)
+            adapters = _native.EpilogueAdapters(self._table, slots, self._sizes, looks=looks)
+            return matmul.adapted(x, out, adapters, self._sizes, residual)
         except ValueError as error:
             raise ShapeError(f"multiply: {error}") from None
 

@@ -40,15 +40,20 @@ class PlannedMatmul(ABC):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
-        adapted: bool = False,
+        adapters: _native.AdapterSizes | None = None,
     ) -> _native.MatmulPlan | None:
         """Return the plan of a call; None where a matrix is not quantized."""
 
     def _plan(
-        self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
+        self,
+        rows: int,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+        adapters: _native.AdapterSizes | None = None,
     ) -> _native.MatmulPlan | None:
         """Return the plan of one launch of all rows and matrices; None where there are several launches."""
-        plan = self._planned(rows, residual, aligned_input, aligned_output)
+        plan = self._planned(rows, residual, aligned_input, aligned_output, adapters)
         return plan if plan is not None and plan.joined and plan.rows == rows else None
 
     def kernel(self, rows: int) -> str | None:
@@ -84,10 +89,9 @@ class PlannedMatmul(ABC):
         """Return whether one launch takes `rows` aligned rows."""
         return self._plan(rows) is not None
 
-    def takes_adapters(self, rows: int) -> bool:
-        """Return whether the launch of `rows` aligned rows can add adapters, before gate and residual."""
-        plan = self._planned(rows, adapted=True)
-        return plan is not None and plan.joined and plan.rows == rows
+    def takes_adapters(self, rows: int, adapters: _native.AdapterSizes) -> bool:
+        """Return whether the launch of `rows` aligned rows adds such adapters itself, before gate and residual."""
+        return self._plan(rows, adapters=adapters) is not None
 
     def takes_packed(self, rows: int) -> bool:
         """Return whether the preceding matmul can pack the input of a call of `rows` rows (`FusedLinear.chained`)."""
@@ -145,7 +149,7 @@ class ShapedMatmul(PlannedMatmul):
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
-        adapted: bool = False,
+        adapters: _native.AdapterSizes | None = None,
     ) -> _native.MatmulPlan | None:
         if not self._shapes or not (aligned_input and aligned_output):
             return None
@@ -155,18 +159,20 @@ class ShapedMatmul(PlannedMatmul):
             activation=self._activation,
             norm=self._norm,
             residual=residual,
-            adapted=adapted,
+            adapters=adapters,
         )
 
-    def selection(self, rows: int, *, residual: bool = False, adapted: bool = False) -> Selection | None:
+    def selection(
+        self, rows: int, *, residual: bool = False, adapters: _native.AdapterSizes | None = None
+    ) -> Selection | None:
         """Return the kernel of a call of `rows` rows; None for a float matrix.
 
         Args:
             rows: number of rows.
             residual: a residual is added.
-            adapted: adapters are added in the same launch.
+            adapters: sizes of the adapters that the launch is to add; the result is not `joined` where it does not.
         """
-        plan = self._planned(rows, residual, adapted=adapted)
+        plan = self._planned(rows, residual, adapters=adapters)
         return None if plan is None else Selection.of(plan.kernel, plan.refused, joined=plan.joined)
 
 

@@ -7,7 +7,7 @@ use exl_cuda::{Capabilities, CudaError};
 use pyo3::prelude::*;
 
 use super::{CudaLinearGroup, NextInput, NormPrologue};
-use crate::cuda::lora::MatmulAdapters;
+use crate::cuda::lora::EpilogueAdapters;
 use crate::cuda::operands::kind;
 use crate::cuda::{expect, target};
 use crate::operands::Launch;
@@ -26,7 +26,7 @@ pub(super) struct Operands<'a> {
     pub(super) next: Option<&'a NextInput>,
     pub(super) chained: bool,
     pub(super) input_activation: Option<i32>,
-    pub(super) adapters: Option<&'a MatmulAdapters>,
+    pub(super) adapters: Option<&'a EpilogueAdapters>,
 }
 
 impl Operands<'_> {
@@ -50,7 +50,7 @@ impl Operands<'_> {
             "this plan applies no activation to its input",
         )?;
         expect(
-            self.plan.call.epilogue.adapted == self.adapters.is_some(),
+            self.plan.call.epilogue.adapters == self.adapters.map(|adapters| adapters.sizes),
             "the plan has an epilogue of adapters, or none, where the call differs",
         )?;
         self.check_input()?;
@@ -70,7 +70,11 @@ impl Operands<'_> {
         let bias = self.norm.and_then(|norm| norm.bias.as_ref());
         all.extend(bias.map(|bias| ("norm bias", bias)));
         all.extend(self.next.map(|next| ("next", &next.scratch)));
-        all.extend(self.adapters.into_iter().flat_map(MatmulAdapters::tensors));
+        all.extend(
+            self.adapters
+                .into_iter()
+                .flat_map(EpilogueAdapters::tensors),
+        );
         let to = target(&all, launch)?;
         expect(
             to.device == self.group.device,
@@ -198,7 +202,7 @@ impl Operands<'_> {
     }
 
     /// The operands of `gemv_ring` and `gemm_few`.
-    fn matmul(&self, adapters: Option<lora::Group>) -> ring::Matmul {
+    fn matmul(&self, adapters: Option<lora::InMatmul>) -> ring::Matmul {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
         ring::Matmul {
             x,
@@ -213,25 +217,27 @@ impl Operands<'_> {
                 .norm
                 .filter(|_| self.x.is_some())
                 .map(NormPrologue::argument),
-            adapters: adapters.map(|group| (group, address(self.exchange.as_ref()))),
+            adapters,
         }
     }
 
     /// The adapters of the rows, whose sizes fit the matrices.
-    pub(super) fn adapters(&self) -> PyResult<Option<lora::Group>> {
+    pub(super) fn adapters(&self) -> PyResult<Option<lora::InMatmul>> {
         let Some(rows) = self.adapters else {
             return Ok(None);
         };
-        let group = rows.checked(self.plan.call.rows, self.group.matrices.len())?;
         let y = self.y.as_ref().map(|y| y.dtype);
         expect(y == Some(DType::F16), "adapters are added to float16 alone")?;
-        Ok(Some(group))
+        let exchange = address(self.exchange.as_ref());
+        let matrices = self.group.matrices.len();
+        rows.checked(self.plan.call.rows, matrices, exchange)
+            .map(Some)
     }
 
     pub(super) fn gemv_ring(
         &self,
         to: Target,
-        adapters: Option<lora::Group>,
+        adapters: Option<lora::InMatmul>,
     ) -> Result<(), CudaError> {
         let Planned::Ring(plan) = &self.plan.planned else {
             return Err(self.unplanned());

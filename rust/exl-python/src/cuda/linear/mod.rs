@@ -11,7 +11,7 @@ use exl_cuda::{Capabilities, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::lora::MatmulAdapters;
+use crate::cuda::lora::{AdapterSizes, EpilogueAdapters};
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::select::RefusedKernel;
 use crate::cuda::{activation_kind, expect};
@@ -93,10 +93,10 @@ pub struct MatmulPlan {
 
 #[pymethods]
 impl MatmulPlan {
-    /// gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
+    /// gemv_ring, gemv_ring_adapted, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
     #[getter]
     fn kernel(&self) -> &'static str {
-        self.plan.kernel.name()
+        self.plan.kernel_name()
     }
 
     /// Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a separate plan.
@@ -197,9 +197,10 @@ pub struct MatmulCall {
 impl MatmulCall {
     /// A call of `rows` rows of float16, or of `bfloat16`. `norm`: "rms" or "layer" where the input is normed; `residual`: one is added.
     /// `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is aligned to 8 bytes and the residual to 4; `invariant`: a row's
-    /// result must not depend on the number of rows; `adapted`: the launch adds adapters.
+    /// result must not depend on the number of rows; `adapters`: the
+    /// launch adds adapters of these sizes.
     #[new]
-    #[pyo3(signature = (rows, *, bfloat16=false, norm=None, residual=false, aligned_input=true, aligned_output=true, invariant=false, adapted=false))]
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=None, residual=false, aligned_input=true, aligned_output=true, invariant=false, adapters=None))]
     #[allow(clippy::fn_params_excessive_bools)] // one keyword each
     fn new(
         rows: usize,
@@ -209,7 +210,7 @@ impl MatmulCall {
         aligned_input: bool,
         aligned_output: bool,
         invariant: bool,
-        adapted: bool,
+        adapters: Option<&AdapterSizes>,
     ) -> PyResult<Self> {
         if let Some(other) = norm.filter(|name| !["rms", "layer"].contains(name)) {
             return Err(PyValueError::new_err(format!(
@@ -221,7 +222,7 @@ impl MatmulCall {
             layer: norm == Some("layer"),
             residual,
             bf16: bfloat16,
-            adapted,
+            adapters: adapters.map(|adapters| adapters.sizes),
             ..Epilogue::default()
         };
         let call = Call {
@@ -458,7 +459,7 @@ impl CudaLinearGroup {
         next: Option<&NextInput>,
         chained: bool,
         input_activation: Option<&str>,
-        adapters: Option<&MatmulAdapters>,
+        adapters: Option<&EpilogueAdapters>,
     ) -> PyResult<()> {
         let call = Operands {
             group: self,

@@ -31,10 +31,10 @@ pub struct LoraEntry {
 
 assert_layout!(LoraEntry, adapters::LoraEntry, { a, b, scale, bias, rank });
 
-/// `struct AdapterRows` of `kernels/linear/adapters.cuh`: the adapters that the epilogue of a matmul adds.
+/// `struct EpilogueAdapters` of `kernels/linear/adapters.cuh`: the adapters that the epilogue of a matmul adds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct AdapterRows {
+pub(super) struct EpilogueAdapters {
     table: usize,
     slots: usize,
     exchange: usize,
@@ -43,9 +43,10 @@ pub struct AdapterRows {
     staged_at: u32,
     tiles: i32,
     slices_at: u32,
+    tile_bytes: i32,
 }
 
-assert_layout!(AdapterRows, adapters::AdapterRows, { table, slots, exchange, sets, looks, staged_at, tiles, slices_at });
+assert_layout!(EpilogueAdapters, adapters::EpilogueAdapters, { table, slots, exchange, sets, looks, staged_at, tiles, slices_at, tile_bytes });
 
 /// Shared memory of a matmul that adds adapters: where its parts begin, and tiles of 16 features for which there is room, for each row.
 #[derive(Clone, Copy, Debug, Default)]
@@ -53,31 +54,35 @@ pub(super) struct Staging {
     pub(super) at: u32,
     pub(super) tiles: i32,
     pub(super) slices_at: u32,
+    pub(super) tile_bytes: i32,
 }
 
 impl Staging {
-    /// The shared memory of a block of `tiles` tiles, one of `blocks`, behind `at`, and its end. `inputs`, `rows`, `matrices`: of the matmul.
+    /// The shared memory of a block of `tiles` tiles, one of `blocks`, behind `at`, and its end. `inputs`, `rows`, `matrices`: of the matmul;
+    /// `rank`: the largest.
     pub(super) fn new(
         at: usize,
         tiles: usize,
         blocks: usize,
         (inputs, rows, matrices): (usize, usize, usize),
+        rank: usize,
     ) -> (Self, usize) {
         let at = at.next_multiple_of(16);
-        let slices_at = at + rows * tiles * STAGED_TILE;
-        let slices = (rows * matrices * select::EPILOGUE_RANKS * SUMS).div_ceil(blocks);
+        // Two tiles' elements of B of one rank are in different banks for most ranks. Behind B, results and residuals.
+        let tile_bytes = 32 * rank + 32 + 64;
+        let slices_at = at + rows * tiles * tile_bytes;
+        let slices = (rows * matrices * rank * SUMS).div_ceil(blocks);
         let pieces = inputs.div_ceil(SUMS * PIECE);
         let staging = Self {
             at: at as u32,
             tiles: tiles as i32,
             slices_at: slices_at as u32,
+            tile_bytes: tile_bytes as i32,
         };
         (staging, slices_at + slices * pieces * STAGED_PIECE)
     }
 }
 
-/// Bytes of [`Staging`] of a tile of a row.
-const STAGED_TILE: usize = 1120;
 /// Elements of a piece of a slice, and its bytes of [`Staging`].
 const PIECE: usize = 256;
 const STAGED_PIECE: usize = 1024;
@@ -86,7 +91,7 @@ const LOOKS: i32 = 8192;
 /// Partial sums of a row times a column of A, and words of the workspace before them.
 const SUMS: usize = 8;
 const EXCHANGE_SUMS: usize = 32;
-assert_constants!(adapters, { STAGED_TILE == STAGED_TILE, PIECE == PIECE, STAGED_PIECE == STAGED_PIECE, SUMS == SUMS, EXCHANGE_SUMS == EXCHANGE_SUMS });
+assert_constants!(adapters, { PIECE == PIECE, STAGED_PIECE == STAGED_PIECE, SUMS == SUMS, EXCHANGE_SUMS == EXCHANGE_SUMS });
 
 /// Bytes of the inter-block workspace of a matmul of `matrices` matrices that adds the adapters of `rows` rows.
 pub(super) const fn exchange_bytes(rows: usize, matrices: usize) -> usize {
@@ -199,39 +204,54 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
 /// The adapters of the rows of a pass for one to three matrices over one input. The device addresses, including those in the table, were
 /// written before the first of the launches that may overlap: the kernels read them before they wait.
 #[derive(Clone, Copy, Debug)]
-pub struct Group {
+pub struct Entries {
     /// [`LoraEntry`]s `[levels, matrices, sets]`: the first adapters of each set, then the next ones.
     pub table: usize,
     /// `[rows]` i32: the set of each row; negative: none. 0: the first set for all rows.
     pub slots: usize,
-    /// `[rows, levels * matrices * most_rank]` FP32; 0 for a matmul that adds the adapters itself.
-    pub middle: usize,
     pub rows: usize,
     pub sets: usize,
     pub matrices: usize,
     pub levels: usize,
+}
+
+/// The adapters of [`shrink`] and [`expand`].
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    pub entries: Entries,
+    /// `[rows, levels * matrices * most_rank]` FP32.
+    pub middle: usize,
     /// The largest rank in the table.
     pub most_rank: usize,
-    /// How often a block of a matmul that adds the adapters polls for the results of others, for tests.
+}
+
+/// The adapters that a matmul adds itself, of sizes that [`select::takes_in_matmul`] accepts.
+#[derive(Clone, Copy, Debug)]
+pub struct InMatmul {
+    pub entries: Entries,
+    /// Inter-block workspace of the plan's size.
+    pub exchange: usize,
+    /// How often a block polls for the results of others before it computes them itself; None: some milliseconds long.
     pub looks: Option<i32>,
 }
 
-impl Group {
-    /// The argument of a matmul that adds the adapters itself, if [`select::fits_epilogue`]; `exchange`: of [`exchange_bytes`].
+impl InMatmul {
+    /// The kernel's argument. The workspace begins at `exchange`.
     pub(super) fn argument(
         &self,
         staging: Staging,
         exchange: usize,
-    ) -> Result<AdapterRows, CudaError> {
-        Ok(AdapterRows {
-            table: self.table,
-            slots: self.slots,
+    ) -> Result<EpilogueAdapters, CudaError> {
+        Ok(EpilogueAdapters {
+            table: self.entries.table,
+            slots: self.entries.slots,
             exchange,
-            sets: index32("sets", self.sets)?,
+            sets: index32("sets", self.entries.sets)?,
             looks: self.looks.unwrap_or(LOOKS),
             staged_at: staging.at,
             tiles: staging.tiles,
             slices_at: staging.slices_at,
+            tile_bytes: staging.tile_bytes,
         })
     }
 }
@@ -304,8 +324,8 @@ pub struct Results {
 /// The addresses, including those in the table, must be device memory of the stated sizes, valid until the stream has passed this launch.
 /// Slots must be smaller than the number of sets.
 pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), CudaError> {
-    let columns = group.levels * group.matrices * group.most_rank;
-    if group.rows == 0 || columns == 0 {
+    let columns = group.entries.levels * group.entries.matrices * group.most_rank;
+    if group.entries.rows == 0 || columns == 0 {
         return Ok(());
     }
     if !input.in_features.is_multiple_of(8) {
@@ -315,7 +335,7 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
         });
     }
     let packed = input.packed.map(|(_, layout)| layout.columns);
-    let planned = select::shrink(group.rows, columns, packed);
+    let planned = select::shrink(group.entries.rows, columns, packed);
     if let Some((address, layout)) = input.packed {
         // SAFETY: this function's contract.
         return unsafe { shrink_and_pack(to, group, input, columns, planned, address, layout) };
@@ -323,10 +343,10 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
     let device = Device::get(to.device)?;
     let (inputs, sets) = (
         index32("in_features", input.in_features)?,
-        index32("sets", group.sets)?,
+        index32("sets", group.entries.sets)?,
     );
     let (rows, most_rank, columns) = (
-        index32("rows", group.rows)? as u32,
+        index32("rows", group.entries.rows)? as u32,
         index32("rank", group.most_rank)?,
         index32("columns", columns)?,
     );
@@ -342,8 +362,8 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
         x: input.x,
         weight: input.weight,
         normed: input.normed,
-        table: group.table,
-        slots: group.slots,
+        table: group.entries.table,
+        slots: group.entries.slots,
         middle: group.middle,
         r#in: inputs,
         sets,
@@ -369,20 +389,20 @@ unsafe fn shrink_and_pack(
     packed: usize,
     layout: PackedInput,
 ) -> Result<(), CudaError> {
-    check_packed(group.rows, input.in_features, layout.columns, &[])?;
+    check_packed(group.entries.rows, input.in_features, layout.columns, &[])?;
     let ranks = planned.ranks;
     let parts = index32("blocks of a row", columns.div_ceil(ranks))?;
     let task = PackingShrink {
         x: input.x,
         weight: input.weight,
-        table: group.table,
-        slots: group.slots,
+        table: group.entries.table,
+        slots: group.entries.slots,
         middle: group.middle,
         packed,
         features: layout.features,
         inputs: index32("in_features", input.in_features)?,
-        rows: index32("rows", group.rows)?,
-        sets: index32("sets", group.sets)?,
+        rows: index32("rows", group.entries.rows)?,
+        sets: index32("sets", group.entries.sets)?,
         most_rank: index32("rank", group.most_rank)?,
         columns: index32("columns", columns)?,
         ranks: index32("ranks of a block", ranks)?,
@@ -411,7 +431,7 @@ unsafe fn shrink_and_pack(
 /// # Safety
 /// As for [`shrink`].
 pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(), CudaError> {
-    if group.rows == 0 || group.most_rank == 0 {
+    if group.entries.rows == 0 || group.most_rank == 0 {
         return Ok(());
     }
     let [first, second, third] = results.widths;
@@ -430,13 +450,13 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         index32("out_features", first + second)?,
     );
     let (rows, most_rank, sets) = (
-        index32("rows", group.rows)? as u32,
+        index32("rows", group.entries.rows)? as u32,
         index32("rank", group.most_rank)?,
-        index32("sets", group.sets)?,
+        index32("sets", group.entries.sets)?,
     );
     let (matrices, levels) = (
-        index32("matrices", group.matrices)?,
-        index32("levels", group.levels)?,
+        index32("matrices", group.entries.matrices)?,
+        index32("levels", group.entries.levels)?,
     );
     let launch = |columns: i32| Launch {
         kernel: select::expand(results.gate.is_some()).name(),
@@ -450,8 +470,8 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         let mut arguments = kernels::LoraExpandGated {
             y: results.y,
             out: results.out,
-            table: group.table,
-            slots: group.slots,
+            table: group.entries.table,
+            slots: group.entries.slots,
             middle: group.middle,
             width: begin,
             sets,
@@ -466,8 +486,8 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         y: results.y,
         residual: results.residual,
         out: results.out,
-        table: group.table,
-        slots: group.slots,
+        table: group.entries.table,
+        slots: group.entries.slots,
         middle: group.middle,
         width,
         second: begin,

@@ -1,12 +1,13 @@
-//! The table that picks the kernels of adapters by rows, ranks, packed input and gate.
+//! The table that picks the kernels of adapters by rows, ranks, packed input and gate, where the matmul does not add them itself: its plan
+//! says so ([`crate::ops::linear::select::Epilogue::adapters`]).
 //!
-//! A row's result has one order of sums in all of them, and no choice depends on the card. Launches and reports use the same functions.
+//! A row's result has one order of sums in all of them. Launches and reports use the same functions.
 
 use crate::abi::assert_constants;
 use crate::ops::elementwise::select::MOST_PACKED_WIDTH;
 use crate::ops::linear::ring::MATRICES;
-use crate::ops::linear::select::is_invariant;
-use crate::rows::{GEMV_ROWS, PACKED_ROWS};
+use crate::ops::linear::select::{Refusal as MatmulRefusal, is_invariant};
+use crate::rows::PACKED_ROWS;
 
 /// Kernels of adapters: those that multiply by A (`Shrink`) and those that multiply by B and add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,15 +100,26 @@ pub fn takes_shapes(in_features: usize, widths: &[usize]) -> Result<(), Refusal>
 
 /// Most ranks of adapters that a matmul adds itself.
 pub(super) const EPILOGUE_RANKS: usize = 32;
-assert_constants!(adapters, { EPILOGUE_RANKS == EPILOGUE_RANKS, ADAPTED_ROWS == ADAPTED_ROWS });
+assert_constants!(adapters, { EPILOGUE_RANKS == EPILOGUE_RANKS });
 
-/// Most rows of a matmul that adds adapters itself ([`crate::ops::linear::select::Epilogue::adapted`]).
-pub const ADAPTED_ROWS: usize = GEMV_ROWS;
-
-/// Whether a matmul may add adapters of these sizes itself, instead of launches before and behind it. `levels`: most adapters of a row.
-pub const fn fits_epilogue(levels: usize, most_rank: usize) -> bool {
-    levels == 1 && most_rank <= EPILOGUE_RANKS
+/// Sizes of the adapters of a matmul's rows: most adapters of a row, and the largest rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    pub levels: usize,
+    pub most_rank: usize,
 }
+
+/// Check that a matmul may add adapters of these sizes itself, instead of launches before and behind it. Its plan also asks for rows,
+/// matrices and the rest of the epilogue ([`crate::ops::linear::select::Epilogue::adapters`]).
+pub const fn takes_in_matmul(sizes: Sizes) -> Result<(), MatmulRefusal> {
+    if sizes.levels == 1 && sizes.most_rank <= EPILOGUE_RANKS {
+        return Ok(());
+    }
+    Err(MatmulRefusal::Operands(
+        "one adapter a row, of up to 32 ranks",
+    ))
+}
+const _: () = assert!(EPILOGUE_RANKS == 32, "the number in the sentence");
 
 /// Inputs that a lane reads at once, and outputs that it writes.
 const INPUTS: usize = 8;

@@ -52,9 +52,8 @@ pub struct Matmul {
     /// Number of the activation of all results; None with a gate.
     pub activation: Option<i32>,
     pub norm: Option<Norm>,
-    /// Added to the results before gate and residual, if the plan is for them: of `m` rows of the matrices; and the inter-block workspace
-    /// of [`exchange_bytes`].
-    pub adapters: Option<(lora::Group, usize)>,
+    /// Added to the results before gate and residual, if the plan is for them: of `m` rows of the matrices.
+    pub adapters: Option<lora::InMatmul>,
 }
 
 impl Matmul {
@@ -86,7 +85,7 @@ pub struct Tuning {
 
 /// Bytes of the inter-block workspace of a launch, all ones before and after it; 0 for none.
 pub(super) const fn exchange_bytes(matrices: &[&Matrix], rows: usize, epilogue: Epilogue) -> usize {
-    if epilogue.adapted {
+    if epilogue.adapters.is_some() {
         // The counters of `gemm_batch` keep counting; behind them all is ones between launches.
         COUNTERS * 4 + lora::exchange_bytes(rows, matrices.len())
     } else {
@@ -186,10 +185,11 @@ pub unsafe fn launch(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    if let Some((group, exchange)) = op.adapters {
+    if let Some(adapters) = op.adapters {
+        let exchange = adapters.exchange + COUNTERS * 4;
         let mut arguments = kernels::GemvRingAdapted {
             p: task,
-            a: group.argument(staging, exchange + COUNTERS * 4)?,
+            a: adapters.argument(staging, exchange)?,
         };
         // SAFETY: the caller guarantees that the addresses are valid.
         return unsafe { launch.run(device, &mut arguments) };

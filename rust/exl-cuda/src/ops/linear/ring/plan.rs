@@ -6,10 +6,10 @@ use crate::capabilities::Capabilities;
 use crate::features::Feature;
 use crate::layout::TILE;
 use crate::ops::linear::lora::Staging;
-use crate::ops::linear::lora::select::ADAPTED_ROWS;
+use crate::ops::linear::lora::select::{Sizes, takes_in_matmul};
 use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
-use crate::rows::FEW_ROWS;
+use crate::rows::{FEW_ROWS, GEMV_ROWS};
 
 /// Most stages of eight units in a tile.
 const MOST_STAGES: usize = 32;
@@ -210,25 +210,10 @@ fn check(
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
-    check_rows(
-        m,
-        if epilogue.adapted {
-            ADAPTED_ROWS
-        } else {
-            FEW_ROWS
-        },
-    )?;
+    check_rows(m, FEW_ROWS)?;
     check_alike(matrices, epilogue.gate)?;
-    let long = || matrices[0].in_features() > SHORT_ROW_FEATURES;
-    // B is copied eight features at a time.
-    let eights = matrices.iter().all(|a| a.out_features().is_multiple_of(8));
-    if epilogue.adapted && !eights {
-        return Err(Refusal::Matrices("outputs in eights"));
-    }
-    if epilogue.adapted && (epilogue.layer || epilogue.activation || epilogue.bf16 || long()) {
-        return Err(Refusal::Operands(
-            "adapters of halves of up to 16,384 features, with an RMS norm, a gate or a residual",
-        ));
+    if let Some(sizes) = epilogue.adapters {
+        check_adapters(matrices, m, epilogue, sizes)?;
     }
     // The kernel's 512 threads hold a whole row if they need its sum or maximum first.
     let widest = match epilogue {
@@ -239,6 +224,28 @@ fn check(
     if matrices[0].in_features() > widest {
         return Err(Refusal::Matrices(
             "inputs of up to 8,192 features with a norm, 16,384 in BF16",
+        ));
+    }
+    Ok(())
+}
+
+/// Reject calls with adapters that the kernel does not add.
+fn check_adapters(
+    matrices: &[&Matrix],
+    m: usize,
+    epilogue: Epilogue,
+    sizes: Sizes,
+) -> Result<(), Refusal> {
+    takes_in_matmul(sizes)?;
+    check_rows(m, GEMV_ROWS)?;
+    // B is copied eight features at a time.
+    if !matrices.iter().all(|a| a.out_features().is_multiple_of(8)) {
+        return Err(Refusal::Matrices("outputs in eights"));
+    }
+    let long = matrices[0].in_features() > SHORT_ROW_FEATURES;
+    if epilogue.layer || epilogue.activation || epilogue.bf16 || long {
+        return Err(Refusal::Operands(
+            "adapters of halves of up to 16,384 features, with an RMS norm, a gate or a residual",
         ));
     }
     Ok(())
@@ -350,7 +357,11 @@ pub(super) fn plan(
     check(caps, matrices, m, epilogue)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
     // For the kernel's static arrays.
-    let fixed = if epilogue.adapted { 2048 } else { 1024 };
+    let fixed = if epilogue.adapters.is_some() {
+        2048
+    } else {
+        1024
+    };
     let space = caps.shared_per_block.checked_sub(fixed).ok_or(full)?;
     let Stages {
         begin,
@@ -378,12 +389,12 @@ pub(super) fn plan(
         |slots: usize| Layout::new(matrices, slots, stride, (m, columns, gates), x_stride);
     // The end of a block's shared memory whose layout ends at `bytes`, with the part for adapters.
     let staged = |bytes: usize| {
-        if !epilogue.adapted {
+        let Some(sizes) = epilogue.adapters else {
             return (Staging::default(), bytes);
-        }
+        };
         let tiles = deal.most() * if epilogue.gate { 2 } else { 1 };
-        let sizes = (matrices[0].in_features(), m, matrices.len());
-        Staging::new(bytes, tiles, deal.blocks, sizes)
+        let of_matmul = (matrices[0].in_features(), m, matrices.len());
+        Staging::new(bytes, tiles, deal.blocks, of_matmul, sizes.most_rank)
     };
     let (slots, layout) = candidates
         .rev()
@@ -392,6 +403,24 @@ pub(super) fn plan(
         .ok_or(full)?;
     let (staging, bytes) = staged(layout.bytes);
     let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
+    let window = window.clamp(1, (slots - spare) as i32);
+    if epilogue.adapters.is_some() {
+        // Fewer bytes in flight cost more than the launches that are saved.
+        let adapters = None;
+        let bare = plan(
+            caps,
+            matrices,
+            m,
+            Epilogue {
+                adapters,
+                ..epilogue
+            },
+            tuning,
+        )?;
+        if window < bare.task.window {
+            return Err(full);
+        }
+    }
     let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
     let task = Task {
         x: 0,
@@ -414,7 +443,7 @@ pub(super) fn plan(
         m: m as i32,
         columns: columns as i32,
         slots: slots as i32,
-        window: window.clamp(1, (slots - spare) as i32),
+        window,
         gate: -1,
         x_kind: 0,
         y_kind: 0,
@@ -444,7 +473,7 @@ mod tests {
         layer: false,
         residual: false,
         bf16: false,
-        adapted: false,
+        adapters: None,
     };
 
     #[test]

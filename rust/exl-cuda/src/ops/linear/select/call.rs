@@ -1,5 +1,6 @@
 //! A call of a quantized matmul, and why a kernel does not take it.
 
+use super::super::lora::select::Sizes;
 use super::super::{Matrix, ring};
 use super::Kernel;
 use crate::features::Feature;
@@ -48,13 +49,13 @@ pub struct Epilogue {
     pub residual: bool,
     /// Activations are BF16, which are scaled by row.
     pub bf16: bool,
-    /// Low-rank adapters of each row are added to the results, before gate and residual.
-    pub adapted: bool,
+    /// Sizes of the low-rank adapters of each row that are added to the results, before gate and residual.
+    pub adapters: Option<Sizes>,
 }
 
 impl Epilogue {
     pub(super) fn is_some(self) -> bool {
-        self.gate || self.activation || self.norm || self.residual || self.adapted
+        self.gate || self.activation || self.norm || self.residual || self.adapters.is_some()
     }
 }
 

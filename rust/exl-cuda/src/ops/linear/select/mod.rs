@@ -107,7 +107,7 @@ impl Kernel {
     fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
         let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
-        if epilogue.adapted && self != Self::GemvRing {
+        if epilogue.adapters.is_some() && self != Self::GemvRing {
             return Err(Refusal::Operands("no adapters"));
         }
         // For more rows, a launch of the LayerNorm that packs the input of a faster kernel repays.
@@ -163,7 +163,12 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
         return Plan::new(caps, matrices, call, (kernel, false), refused, tuning);
     }
     let order = joined_order(caps, matrices, call);
-    let (kernel, refused) = first_of(&order, caps, matrices, call);
+    // Only the ring adds adapters, so only its reason is worth telling.
+    let order = match call.epilogue.adapters {
+        Some(_) => &[Kernel::GemvRing][..],
+        None => &order,
+    };
+    let (kernel, refused) = first_of(order, caps, matrices, call);
     if let Some(kernel) = kernel {
         return Plan::new(
             caps,

@@ -192,6 +192,14 @@ impl Plan {
         }
     }
 
+    /// The kernel's name, for reports: the ring that adds adapters has one of its own.
+    pub const fn kernel_name(&self) -> &'static str {
+        match self.call.epilogue.adapters {
+            Some(_) if self.joined => "gemv_ring_adapted",
+            _ => self.kernel.name(),
+        }
+    }
+
     /// Whether one launch on packed weights takes a whole block of rows.
     pub fn is_whole_block(&self) -> bool {
         self.kernel != Kernel::GemmLarge && self.call.rows == BLOCK_ROWS

@@ -2,6 +2,7 @@
 
 mod chains;
 
+use crate::ops::linear::lora::select::Sizes;
 use proptest::prelude::*;
 
 use super::*;
@@ -16,7 +17,11 @@ const PLAIN: Epilogue = Epilogue {
     layer: false,
     residual: false,
     bf16: false,
-    adapted: false,
+    adapters: None,
+};
+const SIZES: Sizes = Sizes {
+    levels: 1,
+    most_rank: 16,
 };
 const NORM: Epilogue = Epilogue {
     norm: true,
@@ -36,7 +41,7 @@ fn only_the_ring_adds_adapters_to_one_or_two_rows_of_halves() {
         let call = Call::aligned(
             rows,
             Epilogue {
-                adapted: true,
+                adapters: Some(SIZES),
                 ..epilogue
             },
         );
@@ -75,6 +80,23 @@ fn only_the_ring_adds_adapters_to_one_or_two_rows_of_halves() {
         assert!(!joins("H100", &made, 1, epilogue), "{epilogue:?}");
     }
     assert!(!joins("H100", &long, 1, PLAIN), "18,432 features");
+    for (levels, most_rank, takes) in [(1, 32, true), (1, 33, false), (2, 16, false)] {
+        let adapters = Some(Sizes { levels, most_rank });
+        let call = Call::aligned(1, Epilogue { adapters, ..PLAIN });
+        let found = plan(&card("H100", RELEASE), &[&made], call);
+        assert_eq!(found.joined, takes, "{levels} {most_rank}");
+        assert_eq!(found.kernel_name() == "gemv_ring_adapted", takes);
+        let why: Vec<String> = found
+            .refused
+            .iter()
+            .map(|(_, why)| why.to_string())
+            .collect();
+        let expected = "it takes one adapter a row, of up to 32 ranks";
+        assert_eq!(
+            why.first().map(String::as_str),
+            (!takes).then_some(expected)
+        );
+    }
 }
 
 /// The matmuls of a layer of an 8B Llama at 4 bits, and its head.
@@ -457,7 +479,7 @@ proptest! {
         let all: Vec<&Matrix> = made.iter().collect();
         let [gate, norm, residual, bf16, adapted] = flags;
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapted };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapters: adapted.then_some(SIZES) };
         let found = plan(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
@@ -537,7 +559,7 @@ proptest! {
             .collect();
         let all: Vec<&Matrix> = all.iter().collect();
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapted: false };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapters: None };
         let call = Call { rows, epilogue, aligned_input, aligned_output, invariant };
         let made = plan(&caps, &all, call);
         let alone = plan_alone(&caps, all[0], call);
