@@ -43,18 +43,7 @@ LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
 # these files only, for these reasons. `min` and `max` choose, too. Limits are also the members of LIMITS, which Rust
 # defines, and other names that a file gives one.
-LIMIT_NAMES = {
-    "BLOCK_ROWS",
-    "CPU_CHUNK_ROWS",
-    "DECODE_TOKENS",
-    "FEW_ROWS",
-    "GEMV_ROWS",
-    "MIDDLE_ROWS",
-    "PACKED_ROWS",
-    "STEP_ROWS",
-}
 LIMIT_OBJECTS = {"LIMITS", "kernel_limits"}
-LIMIT_VALUES = {2, 8, 16, 48, 64, 128, 256, 512}
 COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/sharded/exchange_buffers.py": "rows of steps that have exchange buffers",
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
@@ -63,6 +52,7 @@ COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
     "packages/exl-generate/src/exl_generate/cli/conversation.py": "tokens of an answer, no rows",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
+    "packages/exl-generate/src/exl_generate/dynamic/generator.py": "tokens of a warm-up, no rows",
     "packages/exl-generate/src/exl_generate/dynamic/prompts.py": "logits of scored prompts, which need memory",
     "packages/exl-generate/src/exl_generate/sampling/static.py": "pairs of rows, with and without the negative prompt",
     "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
@@ -75,9 +65,11 @@ TENSOR_PACKAGES = ("packages/exl-core/src/", "packages/exl-kernels/src/")
 # the number. A constant with the value of a limit counts if its name ends with rows, tokens or columns, says nothing
 # but that it is a limit (VAGUE), or if a file compares rows with it. Such constants that mean something else are named
 # here with their meaning, as is the limit of the CPU.
-LIMITS_OF_ROWS = {"rust/exl-cuda/src/rows.rs", "rust/exl-cuda/kernels/common/row_limits.cuh"}
+ROWS_OF_GPU = "rust/exl-cuda/src/rows.rs"
+LIMITS_OF_ROWS = {ROWS_OF_GPU, "rust/exl-cuda/kernels/common/row_limits.cuh"}
 VAGUE = r"(?:MOST|LEAST|LIMIT|MAX|MAXIMUM|MIN|MINIMUM|FEW|MANY|CHUNK)"
 ROW_CONSTANTS = {
+    "packages/exl-core/src/exl_core/execution/kernels.py:ROWS": "numbers of rows that a report is about",
     "packages/exl-core/src/exl_core/loading/linears.py:VOCABULARY_PADDING": "rows of a file's embeddings and heads",
     "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
     "packages/exl-serve/src/exl_serve/engine/jobs.py:PAGES_AT_ONCE": "new tokens that a job reserves pages for",
@@ -94,18 +86,44 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/ops/attention/mod.rs:ROWS": "queries of a matrix instruction",
     "rust/exl-cuda/kernels/linear/adapters.cuh:GEMV_ROWS": "the number of rows.rs, compared when Rust is compiled",
     "rust/exl-cuda/kernels/linear/batch_task.cuh:STAGED_COLUMNS": "columns of the kernels, compared with Rust's",
+    "rust/exl-cuda/kernels/linear/batch_task.cuh:SPREAD_COLUMNS": "columns of the kernels, compared with Rust's",
+    "rust/exl-cuda/kernels/linear/lora.cu:MOST_COLUMNS": "columns of a block, compared with Rust's",
+    "rust/exl-cuda/kernels/linear/prepared.cuh:UNTRANSPOSED": "columns of a layout, compared with Rust's",
     "rust/exl-cuda/kernels/linear/tile_layout.cuh:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:COLUMN_TILE": "columns of a matrix instruction; FEW_ROWS is one such tile",
+    "rust/exl-cuda/src/layout/mod.rs:SLICE_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/pack.rs:BLOCK_COLUMNS": "columns of weights that are unpacked at a time",
     "rust/exl-cuda/src/ops/attention/select/mod.rs:PREFILL_ROWS": "measured: prefill blocks are faster from there on",
     "rust/exl-cuda/src/ops/kv/select.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
+    "rust/exl-cuda/src/ops/linear/batch/plan.rs:NARROW_COLUMNS": "columns of the kernels",
+    "rust/exl-cuda/src/ops/linear/batch/plan.rs:UNTRANSPOSED": "columns of the layout of a matmul's input",
+    "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_COLUMNS": "columns of a block",
     "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_SINGLE": "blocks of a launch",
     "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
     "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",
     "rust/exl-cuda/src/ops/moe/select.rs:SHARED_ROWS": "measured: average rows of an expert",
 }
+RUST_LIMIT = re.compile(r"^pub const (\w+): usize = (\w+);$", re.MULTILINE)
+
+
+def rust_limits(file: str) -> dict[str, int]:
+    """The public numbers of a Rust file by their names."""
+    found = dict(RUST_LIMIT.findall((ROOT / file).read_text(encoding="utf-8")))
+    return {name: int(value) for name, value in found.items() if value.isdecimal()}
+
+
+def limits_of_rows() -> dict[str, int]:
+    """The limits of rows by the names that Python has for them, as Rust defines them."""
+    found = dict(RUST_LIMIT.findall((ROOT / ROWS_OF_GPU).read_text(encoding="utf-8")))
+    tiles = rust_limits("rust/exl-cuda/src/layout/mod.rs")
+    limits = {name: int(value) if value.isdecimal() else tiles[value] for name, value in found.items()}
+    return limits | {"CPU_CHUNK_ROWS": rust_limits("rust/exl-cpu/src/block.rs")["CHUNK_ROWS"]}
+
+
+LIMIT_NAMES = set(limits_of_rows())
+LIMIT_VALUES = set(limits_of_rows().values())
 NATIVE = ("rust/exl-cpu/", "rust/exl-cuda/", "rust/exl-python/src/")
 SHIFTS = "|".join(str(value.bit_length() - 1) for value in sorted(LIMIT_VALUES))
 NUMBER = f"(?:(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?|1(?:_?usize)? << (?:{SHIFTS}))"

@@ -1024,6 +1024,11 @@ class KernelLimits:
         Most rows of `gemm_few` and `gemm_direct`, and columns of their packed input.
         """
     @property
+    def filled_rows(self, /) -> int:
+        """
+        Most rows of windows that are filled up to one length, so that one pass takes them.
+        """
+    @property
     def gemv_rows(self, /) -> int:
         """
         Most rows of a matmul for which `gemv_ring` is chosen where `gemm_few` fits, too.

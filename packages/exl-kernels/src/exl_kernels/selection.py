@@ -22,6 +22,7 @@ __all__ = [
     "CPU_CHUNK_ROWS",
     "DECODE_TOKENS",
     "FEW_ROWS",
+    "FILLED_ROWS",
     "FUSED_ACTIVATIONS",
     "HEAD_DIM_STEP",
     "LIMITS",
@@ -39,6 +40,7 @@ __all__ = [
     "RouterPlan",
     "Selection",
     "adapter_kernels",
+    "adapters_fit_epilogue",
     "adapters_pack_input",
     "attention_stores_keys",
     "is_decode_step",
@@ -71,6 +73,10 @@ BLOCK_ROWS = LIMITS.block_rows
 
 STEP_ROWS = LIMITS.step_rows
 """Most tokens of a decode step, captured or not, whose results do not depend on other rows."""
+
+FILLED_ROWS = LIMITS.filled_rows
+"""Most rows of windows that are filled up to one length, for a GPU: one pass of so many takes less time than two passes
+of few, since each reads all weights."""
 
 DECODE_TOKENS = LIMITS.decode_tokens
 """Most tokens of a row in a decode step: the last token and its drafts."""

@@ -19,8 +19,11 @@ DEVICE size_t prepared_place(int row, int column, int columns) {
   return prepared_eight(eight, column, columns) + (row >> 3 & 3) * 4 + (row & 1) * 2;
 }
 
+// Columns of which a matmul writes the input of the next one in its own order.
+constexpr int UNTRANSPOSED = 32;
+
 // `transposes` of src/ops/linear/batch/plan.rs.
-constexpr bool prepared_transposes(int columns) { return columns != 32; }
+constexpr bool prepared_transposes(int columns) { return columns != UNTRANSPOSED; }
 
 // Offset of the first eight columns of a row of the transposed layout for wgmma; the next eight are 128 bytes further.
 DEVICE size_t prepared_transposed(int row, int columns) {

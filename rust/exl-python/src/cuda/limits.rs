@@ -7,7 +7,8 @@ use exl_cuda::layout::UNIT_ROWS;
 use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
 use exl_cuda::rows::{
-    BLOCK_ROWS, DECODE_TOKENS, FEW_ROWS, GEMV_ROWS, MIDDLE_ROWS, PACKED_ROWS, STEP_ROWS,
+    BLOCK_ROWS, DECODE_TOKENS, FEW_ROWS, FILLED_ROWS, GEMV_ROWS, MIDDLE_ROWS, PACKED_ROWS,
+    STEP_ROWS,
 };
 use pyo3::prelude::*;
 
@@ -32,6 +33,8 @@ pub struct KernelLimits {
     block_rows: usize,
     /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
     step_rows: usize,
+    /// Most rows of windows that are filled up to one length, so that one pass takes them.
+    filled_rows: usize,
     /// Most blocks of a launch along its second and its third dimension.
     grid_rows: u32,
     /// Rows of K that layouts of weights and packed inputs are padded to.
@@ -83,6 +86,7 @@ pub fn kernel_limits() -> KernelLimits {
         most_packed_width: elementwise::select::MOST_PACKED_WIDTH,
         block_rows: BLOCK_ROWS,
         step_rows: STEP_ROWS,
+        filled_rows: FILLED_ROWS,
         grid_rows: MOST_GRID_ROWS,
         unit_rows: UNIT_ROWS,
         decode_tokens: DECODE_TOKENS,

@@ -19,7 +19,7 @@ from exl_generate.errors import NonFiniteLogitsError
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, LaunchedDraws, Sample, launch_draws
 from exl_kernels.errors import DeviceError
-from exl_kernels.selection import STEP_ROWS
+from exl_kernels.selection import FILLED_ROWS, STEP_ROWS
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Engine"]
-
-#: Most rows of windows that are filled up to one length, for a GPU: one pass of so many takes less time than two passes
-#: of few, since each reads all weights.
-MOST_FILLED = 32
 
 
 def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[int]:
@@ -290,7 +286,7 @@ class Engine:
         if longest == 1:
             return 0
         rows = longest * sum(len(job.sequences) for job in jobs)
-        fits = rows <= MOST_FILLED and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
+        fits = rows <= FILLED_ROWS and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
         return longest if fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:

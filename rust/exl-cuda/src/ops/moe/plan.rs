@@ -3,6 +3,7 @@
 use super::super::linear::Matrix;
 use crate::abi::assert_constants;
 use crate::device::BLOCK_RESERVED;
+use crate::rows::FEW_ROWS;
 
 assert_constants!(experts_matmul, { EXPERT_BLOCKS == BLOCKS, EXPERT_BLOCKS_OF_MANY == BLOCKS_OF_MANY, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
 
@@ -42,7 +43,7 @@ impl Form {
 
     pub const fn rows(self) -> usize {
         match self {
-            Self::By8 | Self::PairsBy8 => 8,
+            Self::By8 | Self::PairsBy8 => FEW_ROWS,
             Self::By16 | Self::PairsBy16 => 16,
             Self::By32 => 32,
         }
@@ -51,7 +52,7 @@ impl Form {
     /// Rows up to which an item is multiplied at half the width, or at the only one.
     pub const fn narrow(self) -> usize {
         match self.rows() {
-            8 => 8,
+            FEW_ROWS => FEW_ROWS,
             rows => rows / 2,
         }
     }
@@ -101,10 +102,10 @@ impl Matmul {
         }
     }
 
-    /// Shared memory of a block: slots with their barriers, and the warps' sums, in two buffers if there are eight rows of a tile.
+    /// Shared memory of a block: slots with their barriers, and the warps' sums, in two buffers if there are [`FEW_ROWS`] rows of a tile.
     pub const fn block_bytes(&self, form: Form) -> usize {
         let columns = match form.rows() * form.tiles() {
-            8 => 16,
+            FEW_ROWS => 2 * FEW_ROWS,
             more => more,
         };
         let sums = 4 * self.matrices * WARPS * columns * COLUMN_FLOATS;

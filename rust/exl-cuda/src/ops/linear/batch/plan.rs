@@ -62,7 +62,7 @@ impl Code {
     /// Whether gated results of this number of columns go to the next matmul transposed (`prepared_transposes` of
     /// `kernels/linear/prepared.cuh`).
     pub fn transposes(self, columns: usize) -> bool {
-        self == Self::Wgmma && columns != 32
+        self == Self::Wgmma && columns != UNTRANSPOSED
     }
     /// The most warpgroups of a block of `columns` columns.
     fn most_groups(self, columns: usize) -> usize {
@@ -105,6 +105,9 @@ const NARROW_COLUMNS: usize = 32;
 /// Up to this number of columns, the stages of the ring hold activations beside weights; more have a ring of half units.
 const STAGED_COLUMNS: usize = PACKED_ROWS;
 assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS, STAGED_COLUMNS == STAGED_COLUMNS });
+/// Columns of which results for the next matmul keep the order of its input.
+const UNTRANSPOSED: usize = 32;
+assert_constants!(prepared, { UNTRANSPOSED == UNTRANSPOSED });
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
 const MOST_HALF_SLOTS: usize = 4;
