@@ -433,6 +433,11 @@ class CudaExperts:
         """
         The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
         """
+    @staticmethod
+    def refusal(activation: str, chosen: int) -> str | None:
+        """
+        Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
+        """
     def run(
         self,
         /,

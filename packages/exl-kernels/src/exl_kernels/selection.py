@@ -553,10 +553,7 @@ def refusal_of_experts(activation: str, chosen: int) -> str | None:
         activation: kind of activation.
         chosen: experts a row.
     """
-    if activation not in FUSED_ACTIVATIONS:
-        return f"no kernel of experts has activation {activation}"
-    most = _native.CudaExperts.most_pairs
-    return None if chosen <= most else f"{chosen} experts a row, more than {most}"
+    return _native.CudaExperts.refusal(activation, chosen)
 
 
 def attention_stores_keys(tokens: int) -> bool:

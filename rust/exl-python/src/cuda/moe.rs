@@ -65,6 +65,12 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
+    /// Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
+    #[staticmethod]
+    fn refusal(activation: &str, chosen: usize) -> Option<String> {
+        moe::refusal(activation, chosen)
+    }
+
     /// Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
     #[staticmethod]
     fn most_scratch_bytes(

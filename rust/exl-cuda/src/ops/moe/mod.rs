@@ -10,6 +10,7 @@ mod scratch;
 pub mod select;
 
 use super::Target;
+use super::elementwise::Activation;
 use super::linear::{Matrix, MatrixArgument};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
@@ -29,6 +30,15 @@ pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
 assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
+
+/// Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
+pub fn refusal(activation: &str, chosen: usize) -> Option<String> {
+    if Activation::named(activation).is_none() {
+        return Some(format!("no kernel of experts has activation {activation}"));
+    }
+    (chosen > MOST_PAIRS).then(|| format!("{chosen} experts a row, more than {MOST_PAIRS}"))
+}
+
 /// Most units of a matrix: a lane of a warp names one of a quarter of them, and its offset is a multiple of 16 in 16 bits.
 const MOST_UNITS: usize = 128;
 const _: () = assert!(MOST_UNITS / 4 <= 32 && MOST_UNITS * (128 * 32 + 512) <= 16 << 16);
