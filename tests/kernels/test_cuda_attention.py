@@ -353,7 +353,7 @@ def test_a_launch_needs_the_memory_of_its_plan() -> None:
     rows = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     tables = _native.AttentionTables(table, rows=rows, positions=rows)
     options = _native.AttentionOptions(1.0, 0, 0.0)
-    call = pages.attention(q.flatten(), 256, tables, options, q, launch_on(q))
+    call = pages.attention(q.flatten(), q_stride=256, tables=tables, options=options, out=q, launch=launch_on(q))
     floats, counters = call.workspace
     assert floats > 0
     assert counters > 0

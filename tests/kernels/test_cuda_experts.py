@@ -97,7 +97,7 @@ def test_scratch_memory_is_what_load_plans_count(count: int, chosen: int) -> Non
     for kind in ("exl2-128", "exl2-128-own"):
         together = GroupedExperts(experts_of(kind, count, 256, 192), "silu")
         for rows in (1, 8, 9, 33, 64, 128, 1024 // chosen):
-            most = most_scratch_bytes(rows, chosen, count, 256, 192)
+            most = most_scratch_bytes(rows=rows, chosen=chosen, experts=count, hidden=256, width=192)
             assert 0 < together.plan(rows, chosen, False).scratch_bytes <= most, rows
 
 

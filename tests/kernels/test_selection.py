@@ -233,7 +233,7 @@ def test_scratch_memory_of_experts_is_within_the_bound_of_load_plans(
     card, most = Card.named(name), _native.CudaExperts.most_pairs // chosen
     made = (exl2(width), exl2(width, torch.arange(K).flip(0)), exl2(K, k=width))
     for rows in (1, 8, 9, 33, 64, 128, most):
-        bound = most_scratch_bytes(rows, chosen, count, K, width)
+        bound = most_scratch_bytes(rows=rows, chosen=chosen, experts=count, hidden=K, width=width)
         assert bound // 8 < card.plan_experts([made] * count, rows, chosen).scratch_bytes <= bound, rows
     split = card.plan_experts([made] * count, 3 * most + 1, chosen)
     assert split.scratch_bytes == card.plan_experts([made] * count, most, chosen).scratch_bytes, "of one launch"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl_kernels.staging import StepStage
+from exl_kernels.staging import StepLimits, StepStage
 
 
 @given(st.data())
@@ -27,7 +27,7 @@ def test_layout(data: st.DataObject) -> None:
     )
     before = stage.pinned.clone()
     right = all(p >= 0 and p + q_len <= room for p in past)
-    assert stage.fill(*operands, (50, 1000, 8)) == right
+    assert stage.fill(*operands, StepLimits(vocab=50, positions=1000, pages=8)) == right
     if not right:
         assert torch.equal(stage.pinned, before)
         return
@@ -58,11 +58,11 @@ def test_layout(data: st.DataObject) -> None:
 def test_limits() -> None:
     stage = StepStage((2, 1, 2, 4))
     ids, past = torch.tensor([[3]]), torch.tensor([5], dtype=torch.int32)
-    table = torch.tensor([[1, 2]], dtype=torch.int32)
-    assert stage.fill(ids, past, table, (4, 6, 3))
-    for limits in ((3, 6, 3), (4, 5, 3), (4, 6, 2)):
-        assert not stage.fill(ids, past, table, limits)
-    assert not stage.fill(torch.tensor([[-2]]), past, table, (4, 6, 3))
-    assert not stage.fill(torch.tensor([[1, 1]]), past, table, (4, 6, 3))
+    table, limits = torch.tensor([[1, 2]], dtype=torch.int32), StepLimits(vocab=4, positions=6, pages=3)
+    assert stage.fill(ids, past, table, limits)
+    for vocab, positions, pages in ((3, 6, 3), (4, 5, 3), (4, 6, 2)):
+        assert not stage.fill(ids, past, table, StepLimits(vocab=vocab, positions=positions, pages=pages))
+    assert not stage.fill(torch.tensor([[-2]]), past, table, limits)
+    assert not stage.fill(torch.tensor([[1, 1]]), past, table, limits)
     # Page numbers behind the last page in use may be anything.
-    assert stage.fill(ids, torch.tensor([2], dtype=torch.int32), torch.tensor([[1, -9]], dtype=torch.int32), (4, 6, 3))
+    assert stage.fill(ids, torch.tensor([2], dtype=torch.int32), torch.tensor([[1, -9]], dtype=torch.int32), limits)

@@ -53,12 +53,14 @@ def test_parts_of_an_image_are_those_of_the_whole(k: int, n: int, groups: list[t
     assert whole.image is not None
     image = torch.zeros_like(whole.image)
     for first in range(layout.tiles):
-        layout.pack_exl2("m", parts, first, image[first * layout.tile_bytes : (first + 1) * layout.tile_bytes], 2)
+        layout.pack_exl2(
+            "m", parts, first=first, out=image[first * layout.tile_bytes : (first + 1) * layout.tile_bytes], threads=2
+        )
     # Bytes of scales that no group uses are whatever the memory held.
     used = torch.zeros_like(image, dtype=torch.bool)
     for _ in range(2):
         noise = torch.randint_like(image, 256)
-        layout.pack_exl2("m", parts, 0, noise, 1)
+        layout.pack_exl2("m", parts, first=0, out=noise, threads=1)
         used |= noise != image
     assert torch.equal(image[~used], whole.image[~used])
     assert int(used.sum()) < image.numel() // 8
@@ -71,9 +73,9 @@ def test_gptq_in_parts() -> None:
     assert whole.image is not None
     image = torch.zeros_like(whole.image)
     half = layout.tiles // 2 * layout.tile_bytes
-    layout.pack_gptq("m", parts, GptqFormat(), 0, image[:half], 1)
+    layout.pack_gptq("m", parts, GptqFormat(), first=0, out=image[:half], threads=1)
     first = layout.tiles // 2
-    layout.pack_gptq("m", parts, GptqFormat(), first, image[half:], 2)
+    layout.pack_gptq("m", parts, GptqFormat(), first=first, out=image[half:], threads=2)
     assert torch.equal(image, whole.image)
 
 
@@ -82,10 +84,10 @@ def test_parts_that_are_not_of_the_layout_are_rejected() -> None:
     layout = _native.CudaLayout.from_exl2("m", small, 1, pack=False)
     tile = torch.zeros(layout.tile_bytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="not those of this layout"):
-        layout.pack_exl2("m", large, 0, tile, 1)
+        layout.pack_exl2("m", large, first=0, out=tile, threads=1)
     for first, out in ((layout.tiles, tile), (0, tile[1:]), (2**63, tile)):
         with pytest.raises(ValueError, match="whole tiles"):
-            layout.pack_exl2("m", small, first, out, 1)
+            layout.pack_exl2("m", small, first=first, out=out, threads=1)
     with pytest.raises(ValueError, match="packed in parts"):
         layout.code(0, 0)
 

@@ -136,6 +136,7 @@ pub fn exl2_total_bits(
 
 /// Quantize `weight` [out, in] into `parts`.
 #[pyfunction]
+#[pyo3(signature = (name, weight, plan_text, *, perm, grid, parts))]
 pub fn exl2_quantize(
     py: Python<'_>,
     name: &str,
@@ -222,6 +223,7 @@ pub fn gptq_dequantize(
 
 /// Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
 #[pyfunction]
+#[pyo3(signature = (name, weight, format, *, symmetric, perm, parts))]
 pub fn gptq_quantize(
     py: Python<'_>,
     name: &str,

@@ -53,7 +53,7 @@ mod _native {
     use crate::cuda::fields::{MemoryField, lora_entry_fields};
     #[pymodule_export]
     use crate::cuda::fused::{
-        StepSizes, StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed,
+        StepLimits, StepSizes, StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed,
         cuda_layer_norm_packed, cuda_rms_norm_parts, cuda_rope_store,
     };
     #[pymodule_export]

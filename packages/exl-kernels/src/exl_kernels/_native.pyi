@@ -70,6 +70,7 @@ __all__ = [
     "SamplingPlan",
     "SamplingWorkspace",
     "StagedRows",
+    "StepLimits",
     "StepSizes",
     "StepStage",
     "Tokens",
@@ -408,7 +409,7 @@ class CudaExperts:
         `run`.
         """
     @staticmethod
-    def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
+    def most_scratch_bytes(*, rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
         """
         Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
         """
@@ -504,12 +505,12 @@ class CudaLayout:
         """
     @property
     def out_features(self, /) -> int: ...
-    def pack_exl2(self, /, name: str, parts: Exl2Parts, first: int, out: Tensor, threads: int) -> None:
+    def pack_exl2(self, /, name: str, parts: Exl2Parts, *, first: int, out: Tensor, threads: int) -> None:
         """
         Pack the tiles from `first` on into `out`, uint8 [their number * tile_bytes] on the CPU. `parts`: as given to `from_exl2`.
         """
     def pack_gptq(
-        self, /, name: str, parts: GptqParts, format: GptqFormat, first: int, out: Tensor, threads: int
+        self, /, name: str, parts: GptqParts, format: GptqFormat, *, first: int, out: Tensor, threads: int
     ) -> None:
         """
         As `pack_exl2`, with the parts and the format given to `from_gptq`.
@@ -633,12 +634,12 @@ class CudaPages:
         self,
         /,
         q: Tensor,
+        *,
         q_stride: int,
         tables: AttentionTables,
         options: AttentionOptions,
         out: Tensor,
         launch: Launch,
-        *,
         new_keys: NewKeys | None = None,
         into: MatmulInput | None = None,
         tokens: int | None = None,
@@ -1662,6 +1663,18 @@ class StagedRows:
         """
 
 @final
+class StepLimits:
+    """
+    The bounds of a step's inputs.
+    """
+    def __new__(cls, /, *, vocab: int, positions: int, pages: int) -> StepLimits:
+        """
+        Ids, positions and page numbers are below `vocab`, `positions` and `pages`.
+        """
+    @property
+    def vocab(self, /) -> int: ...
+
+@final
 class StepSizes:
     """
     The sizes of a captured step's inputs.
@@ -1690,11 +1703,10 @@ class StepStage:
         """
         `buffer`: uint8 on the CPU, of `sizes.bytes` bytes.
         """
-    def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, vocab: int, positions: int, pages: int) -> bool:
+    def fill(self, /, ids: Tensor | None, *, past: Tensor, table: Tensor, limits: StepLimits) -> bool:
         """
         Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
-        ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]. Ids, positions and page numbers are below
-        `vocab`, `positions` and `pages`.
+        ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width].
         """
     def send(self, /, to: Tensor, stream: int) -> None:
         """
@@ -1913,7 +1925,7 @@ def cuda_rms_norm_parts(x: Tensor, *, first: Tensor, second: Tensor, eps: float,
 
 def cuda_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
-    pages: CudaPages, q: Tensor, q_stride: int, q_heads: int, new_keys: NewKeys, launch: Launch
+    pages: CudaPages, q: Tensor, *, q_stride: int, q_heads: int, new_keys: NewKeys, launch: Launch
 ) -> None:
     """
     Rotate q [T, `q_heads`, D] and the new keys in place, and encode the new keys and values into their slots. q is flat, with `q_stride`
@@ -2029,7 +2041,9 @@ def exl2_pack(name: str, codes: Exl2Codes, perm: Tensor | None, parts: Exl2Parts
     Pack `codes` into `parts`.
     """
 
-def exl2_quantize(name: str, weight: Tensor, plan_text: str, perm: Tensor | None, grid: bool, parts: Exl2Parts) -> None:
+def exl2_quantize(
+    name: str, weight: Tensor, plan_text: str, *, perm: Tensor | None, grid: bool, parts: Exl2Parts
+) -> None:
     """
     Quantize `weight` [out, in] into `parts`.
     """
@@ -2050,7 +2064,7 @@ def gptq_dequantize(name: str, parts: GptqParts, format: GptqFormat, out: Tensor
     """
 
 def gptq_quantize(
-    name: str, weight: Tensor, format: GptqFormat, symmetric: bool, perm: Tensor | None, parts: GptqParts
+    name: str, weight: Tensor, format: GptqFormat, *, symmetric: bool, perm: Tensor | None, parts: GptqParts
 ) -> None:
     """
     Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).

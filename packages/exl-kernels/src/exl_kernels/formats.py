@@ -193,7 +193,7 @@ def exl2_quantize(
     out_features, in_features = weight.shape
     groups = _native.exl2_groups(name, text, in_features)
     result = _exl2_empty(groups, -(-out_features // 32) * 32)
-    _native.exl2_quantize(name, weight, text, _perm(perm, name), not fast, result)
+    _native.exl2_quantize(name, weight, text, perm=_perm(perm, name), grid=not fast, parts=result)
     return result._asdict()
 
 
@@ -348,7 +348,7 @@ def gptq_quantize(
         g_idx=torch.empty(in_features, dtype=torch.int32),
     )
     format = GptqFormat(bits, _is_v2(zeros), group_size)
-    _native.gptq_quantize(name, weight, format, symmetric, _perm(perm, name), result)
+    _native.gptq_quantize(name, weight, format, symmetric=symmetric, perm=_perm(perm, name), parts=result)
     return result._asdict()
 
 

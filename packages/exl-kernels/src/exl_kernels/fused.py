@@ -293,6 +293,8 @@ def rope_store(
         )
         new_keys = _native.NewKeys(key=flat_k, value=flat_v, stride=stride, rotation=rotation, slots=slots, early=True)
         launch = launch_of(stream_of(q))
-        _native.cuda_rope_store(pages.native_cuda(), flat_q, q_stride, q.shape[1], new_keys, launch)
+        _native.cuda_rope_store(
+            pages.native_cuda(), flat_q, q_stride=q_stride, q_heads=q.shape[1], new_keys=new_keys, launch=launch
+        )
     except ValueError as error:
         raise ShapeError(f"rope_store: {error}") from None

@@ -10,7 +10,10 @@ from torch import Tensor
 from . import _native
 from .cuda_ops import stream_of
 
-__all__ = ["StepFields", "StepStage"]
+__all__ = ["StepFields", "StepLimits", "StepStage"]
+
+StepLimits = _native.StepLimits
+"""Exclusive upper bounds of a step's ids (`vocab`), positions and page numbers (`pages`)."""
 
 Sizes = tuple[int, int, int, int]
 
@@ -63,20 +66,20 @@ class StepStage:
         """Return the bytes of the buffer for sizes (batch, q_len, pages, page_size)."""
         return _native.StepSizes(*sizes).bytes
 
-    def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+    def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: StepLimits) -> bool:
         """Pack a step into the buffer.
 
         Args:
             ids: int64 [b, q_len], contiguous, on the CPU, as are the others; None for zeros. -1 is allowed.
             past: int32 [b], tokens already stored.
             table: int32 [b, n], page numbers.
-            limits: exclusive upper bounds of ids, positions and page numbers.
+            limits: the bounds of ids, positions and page numbers.
 
         Returns:
             False, with the buffer unchanged, when an id, a position or a page number in use is out of range, or the
             step does not fit the sizes.
         """
-        return self._native.fill(ids, past, table, *limits)
+        return self._native.fill(ids, past=past, table=table, limits=limits)
 
     def send(self, to: Tensor) -> None:
         """Queue the copy to `to`, uint8 of the same size on a GPU, on torch's current stream.

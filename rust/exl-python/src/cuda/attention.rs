@@ -101,7 +101,7 @@ impl CudaPages {
     /// tokens. With `into`, results go there, and only the shape of `out` is used. `tokens`: the
     /// most tokens of a row of the block table, whose keys are stored before; None: not known. `windows`: rows of few tokens are windows
     /// of prompts, and neighbours may be of one sequence.
-    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, tokens=None, windows=false))]
+    #[pyo3(signature = (q, *, q_stride, tables, options, out, launch, new_keys=None, into=None, tokens=None, windows=false))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn attention(
         slf: Py<Self>,

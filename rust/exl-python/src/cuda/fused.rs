@@ -202,6 +202,7 @@ pub fn cuda_layer_norm_packed(
 /// Rotate q [T, `q_heads`, D] and the new keys in place, and encode the new keys and values into their slots. q is flat, with `q_stride`
 /// elements between tokens. Everything except q, keys and values may be read before the preceding launches have ended; there are no norms.
 #[pyfunction]
+#[pyo3(signature = (pages, q, *, q_stride, q_heads, new_keys, launch))]
 pub fn cuda_rope_store(
     py: Python<'_>,
     pages: &Bound<'_, CudaPages>,
@@ -349,6 +350,34 @@ impl StepSizes {
     }
 }
 
+/// The bounds of a step's inputs.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct StepLimits {
+    limits: Limits,
+}
+
+#[pymethods]
+impl StepLimits {
+    /// Ids, positions and page numbers are below `vocab`, `positions` and `pages`.
+    #[new]
+    #[pyo3(signature = (*, vocab, positions, pages))]
+    fn new(vocab: i64, positions: i64, pages: i64) -> Self {
+        Self {
+            limits: Limits {
+                vocab,
+                positions,
+                num_pages: pages,
+            },
+        }
+    }
+
+    #[getter]
+    fn vocab(&self) -> i64 {
+        self.limits.vocab
+    }
+}
+
 /// The pinned buffer of one captured step's inputs.
 #[pyclass(frozen, name = "StepStage", module = "exl_kernels._native")]
 pub struct StepStage {
@@ -371,16 +400,14 @@ impl StepStage {
     }
 
     /// Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
-    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]. Ids, positions and page numbers are below
-    /// `vocab`, `positions` and `pages`.
+    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width].
+    #[pyo3(signature = (ids, *, past, table, limits))]
     fn fill(
         &self,
         ids: Option<Tensor>,
         past: Tensor,
         table: Tensor,
-        vocab: i64,
-        positions: i64,
-        pages: i64,
+        limits: &StepLimits,
     ) -> PyResult<bool> {
         let rows = past.numel();
         let shaped = |ids: &Tensor| ids.shape == [rows, self.sizes.q_len];
@@ -404,12 +431,7 @@ impl StepStage {
             table: table.slice::<i32>("table")?,
             width: table.shape[1],
         };
-        let limits = Limits {
-            vocab,
-            positions,
-            num_pages: pages,
-        };
-        if !step::fits(&self.sizes, &limits, &request) {
+        if !step::fits(&self.sizes, &limits.limits, &request) {
             return Ok(false);
         }
         step::write(

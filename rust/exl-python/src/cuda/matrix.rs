@@ -150,6 +150,7 @@ impl CudaLayout {
     }
 
     /// Pack the tiles from `first` on into `out`, uint8 [their number * tile_bytes] on the CPU. `parts`: as given to `from_exl2`.
+    #[pyo3(signature = (name, parts, *, first, out, threads))]
     fn pack_exl2(
         &self,
         py: Python<'_>,
@@ -166,6 +167,7 @@ impl CudaLayout {
     }
 
     /// As `pack_exl2`, with the parts and the format given to `from_gptq`.
+    #[pyo3(signature = (name, parts, format, *, first, out, threads))]
     fn pack_gptq(
         &self,
         py: Python<'_>,

@@ -73,6 +73,7 @@ impl CudaExperts {
 
     /// Most bytes of scratch memory of the shared launches of a call on any card; `width`: features between gate, up and down.
     #[staticmethod]
+    #[pyo3(signature = (*, rows, chosen, experts, hidden, width))]
     fn most_scratch_bytes(
         rows: usize,
         chosen: usize,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from exl_kernels.device import row_invariant
 from exl_kernels.selection import DECODE_TOKENS, is_decode_step, pads_float_rows, runs_packed
+from exl_kernels.staging import StepLimits
 
 from ..errors import DeviceError
 from ..layers import Module
@@ -265,7 +266,7 @@ class DecodeGraphs:
             shape=(batch, q_len),
             past=past,
             table=table,
-            limits=(model.config.vocab_size, model.config.max_seq_len, places),
+            limits=StepLimits(vocab=model.config.vocab_size, positions=model.config.max_seq_len, pages=places),
             offsets=offsets,
             longest=longest,
             adapter_slots=[slot for slot in adapter_slots for _ in range(q_len)] if adapted else [],

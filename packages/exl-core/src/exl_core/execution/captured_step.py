@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.sampling import TokenTarget
-from exl_kernels.staging import StepStage
+from exl_kernels.staging import StepLimits, StepStage
 
 from ..device import device_error
 from ..errors import DeviceError
@@ -89,8 +89,8 @@ class ReplayInputs(NamedTuple):
     """int32 [rows] on the CPU, tokens already stored."""
     table: Tensor
     """int32 [rows, pages] on the CPU, page numbers."""
-    limits: tuple[int, int, int]
-    """Exclusive upper bounds of ids, positions and page numbers."""
+    limits: StepLimits
+    """The bounds of ids, positions and page numbers."""
     offsets: Tensor | None
     """int64 [rows], added to the rope positions, or None."""
     longest: int
@@ -194,7 +194,7 @@ class StepReplay:
         try:
             stage.send(self.captured.inputs.buffer)
             if ids is not None:
-                self._ids().copy_(ids.reshape(-1)).clamp_(0, self._given.limits[0] - 1)
+                self._ids().copy_(ids.reshape(-1)).clamp_(0, self._given.limits.vocab - 1)
         except RuntimeError as error:
             raise _typed(error) from error
 
@@ -208,7 +208,7 @@ class StepReplay:
             return None
         given = self._given
         inputs = self.captured.inputs.stage(given.past, given.table, given.limits, given.offsets)
-        return None if inputs is None else TokenTarget(self._ids(), given.limits[0], inputs)
+        return None if inputs is None else TokenTarget(self._ids(), given.limits.vocab, inputs)
 
     def _ids(self) -> Tensor:
         return self.captured.inputs.first_ids(self._given.shape[0] * self._given.shape[1])

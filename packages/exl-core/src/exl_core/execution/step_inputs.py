@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.cuda_ops import stream_of
-from exl_kernels.staging import StepFields, StepStage
+from exl_kernels.staging import StepFields, StepLimits, StepStage
 
 __all__ = ["Bucket", "StagedTensors", "StepTensors", "passed"]
 
@@ -105,7 +105,7 @@ class StagedTensors(StepTensors):
         ids: Tensor | None,
         past: Tensor,
         table: Tensor,
-        limits: tuple[int, int, int],
+        limits: StepLimits,
         offsets: Tensor | None = None,
         counts: Sequence[int] = (),
         firsts: Sequence[int] = (),
@@ -116,7 +116,7 @@ class StagedTensors(StepTensors):
             ids: int64 [b, q] on the CPU, as are the others; None for zeros.
             past: int32 [b], tokens already stored.
             table: int32 [b, n], page numbers.
-            limits: exclusive upper bounds of ids, positions and page numbers.
+            limits: the bounds of ids, positions and page numbers.
             offsets: int64 [b], added to the rope positions of each row (after images positions are not places). The
                 sums must be from 0 to the place.
             counts: tokens of each row that are no padding; () where all are.
@@ -146,7 +146,7 @@ class StagedTensors(StepTensors):
         return stage
 
     def stage(
-        self, past: Tensor, table: Tensor, limits: tuple[int, int, int], offsets: Tensor | None = None
+        self, past: Tensor, table: Tensor, limits: StepLimits, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """Prepare the copy of a step without ids, which the caller queues on the current stream before the next step.
 

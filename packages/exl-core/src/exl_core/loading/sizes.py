@@ -187,7 +187,13 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
         dequantized += 6 * busy * max(finished, default=0)
     if isinstance(module, MoE) and kind == "cuda":
         width_of_one = module.experts[0].up.out_features
-        more = most_scratch_bytes(rows, module.chosen, len(module.experts), config.hidden_size, width_of_one)
+        more = most_scratch_bytes(
+            rows=rows,
+            chosen=module.chosen,
+            experts=len(module.experts),
+            hidden=config.hidden_size,
+            width=width_of_one,
+        )
         if rows > PACKED_ROWS:
             more = max(more, _dequantized_experts(module, config, rows))
     return busy * width * element + dequantized + more

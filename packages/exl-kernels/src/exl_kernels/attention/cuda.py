@@ -320,11 +320,11 @@ def _launch(
         to = None if into is None else into.native()
         call = native.attention(
             q[0],
-            q[1],
-            tables,
-            options,
-            out,
-            launch_of(stream),
+            q_stride=q[1],
+            tables=tables,
+            options=options,
+            out=out,
+            launch=launch_of(stream),
             new_keys=new_keys,
             into=to,
             tokens=tokens,

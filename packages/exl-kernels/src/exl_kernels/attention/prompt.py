@@ -124,8 +124,12 @@ class PromptAttention:
             if self._new_keys is None:
                 _native.cuda_kv_transfer(native, k=self._k, v=self._v, slots=self._slots, load=False, launch=launch)
             else:
-                _native.cuda_rope_store(native, q, self._stride, q.shape[1], self._new_keys, launch)
-            call = native.attention(q, self._stride, self._seen, self._options, out, launch)
+                _native.cuda_rope_store(
+                    native, q, q_stride=self._stride, q_heads=q.shape[1], new_keys=self._new_keys, launch=launch
+                )
+            call = native.attention(
+                q, q_stride=self._stride, tables=self._seen, options=self._options, out=out, launch=launch
+            )
         except ValueError as error:
             raise ShapeError(f"PromptAttention: {error}") from None
         floats, count = call.workspace

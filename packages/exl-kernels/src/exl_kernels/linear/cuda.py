@@ -444,7 +444,7 @@ def exl2_matrix(
     bits = _bits(parts, layout)
 
     def pack(first: int, out: Tensor) -> None:
-        layout.pack_exl2(name, parts, first, out, _threads())
+        layout.pack_exl2(name, parts, first=first, out=out, threads=_threads())
 
     return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name, pack)
 
@@ -464,7 +464,7 @@ def gptq_matrix(
     stored = _bits((part for part in parts if part is not None), layout)
 
     def pack(first: int, out: Tensor) -> None:
-        layout.pack_gptq(name, parts, format, first, out, _threads())
+        layout.pack_gptq(name, parts, format, first=first, out=out, threads=_threads())
 
     return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name, pack)
 

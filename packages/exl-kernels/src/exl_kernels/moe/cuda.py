@@ -32,7 +32,7 @@ Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
 
 most_scratch_bytes = _native.CudaExperts.most_scratch_bytes
-"""(rows, chosen, experts, hidden, width) -> the most scratch memory, in bytes, of the shared launches of a call of
+"""(*, rows, chosen, experts, hidden, width) -> the most scratch memory, in bytes, of the shared launches of a call of
 `rows` rows with `chosen` of `experts` experts each; `width` features are between gate, up and down."""
 
 KEPT_ARRIVALS = PACKED_ROWS
