@@ -110,7 +110,11 @@ class PagedCache(Protocol):
 
 
 class Cache(PagedCache, Protocol):
-    """Keys and values of sequences, as executors use them: the caches of exl_core, and views of them (`PagedView`)."""
+    """Keys and values of sequences, as executors use them.
+
+    Two implementations exist: the caches of exl_core (`ExLlamaV2CacheBase`), and views of them (`PagedView`). Eager
+    passes reject other classes (`arguments.check_context`). Captured steps do not ask: it would cost each host time.
+    """
 
     current_seq_len: int
     """Tokens of the longest sequence, in contiguous use; the last pass sets it."""
