@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_kernels.selection import is_decode_step
+
 from ..errors import InputError, UnsupportedError
 
 __all__ = ["AttentionParams", "PagedParams"]
@@ -93,6 +95,13 @@ class PagedParams:
     def position_offsets(self) -> Tensor | None:
         """None: pages need no padding."""
         return None
+
+    def decodes(self, q_len: int) -> bool:
+        """Return whether a pass of `q_len` tokens a row is a decode step: few tokens, as many of each sequence.
+
+        Such a pass may be captured, and its rows are batch-invariant whatever their number.
+        """
+        return self.q_lens is None and is_decode_step(q_len)
 
     def __post_init__(self) -> None:
         _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)

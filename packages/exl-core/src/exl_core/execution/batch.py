@@ -56,7 +56,7 @@ class Step:
 
     @property
     def decodes(self) -> bool:
-        """Whether rows have few tokens, as in a decode step: how attention runs depends on that."""
+        """Whether rows have few tokens: attention then runs as in a decode step (`PagedParams.decodes`)."""
         return is_decode_step(self.q_len)
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:

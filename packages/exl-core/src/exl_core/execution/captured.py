@@ -207,7 +207,7 @@ class DecodeGraphs:
             The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
             arguments are in `reason`, too.
         """
-        if not is_decode_step(q_len) or cache is None or params.q_lens is not None:
+        if cache is None or not params.decodes(q_len):
             return f"it is no step over pages of a cache of at most {DECODE_TOKENS} tokens a row"
         found = self._replay_of(q_len, cache, params, adapters)
         self.reason = found if isinstance(found, str) and found != INVALID else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant, rows_are_invariant
-from exl_kernels.selection import is_decode_step, runs_packed
+from exl_kernels.selection import runs_packed
 
 from ..device import out_of_memory_as_error
 from ..layers import Head, Norm
@@ -51,10 +51,10 @@ def asks_invariant_rows(model: LanguageModel, asked: ForwardPass | CheckedPass) 
     if row_invariant():
         return True
     params = asked.params
-    is_step = isinstance(params, PagedParams) and params.q_lens is None and is_decode_step(asked.ids.shape[1])
+    decodes = isinstance(params, PagedParams) and params.decodes(asked.ids.shape[1])
     rows = asked.ids.numel()
     return not rows_are_invariant(rows, invariant=False) and runs_packed(
-        rows, decodes=is_step, packed=model.packed_rows
+        rows, decodes=decodes, packed=model.packed_rows
     )
 
 

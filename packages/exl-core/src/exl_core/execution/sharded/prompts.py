@@ -35,7 +35,7 @@ __all__ = ["ShardedPrompts", "Stores", "StreamBarrier", "takes_prompt"]
 
 
 def takes_prompt(asked: CheckedPass) -> bool:
-    """Return whether `ShardedPrompts` covers a pass on GPUs: more tokens a row than a decode step, no adapters."""
+    """Return whether `ShardedPrompts` covers a pass on GPUs: its rows are prompts to attention, without adapters."""
     return not is_decode_step(asked.ids.shape[1]) and not asked.adapters
 
 
