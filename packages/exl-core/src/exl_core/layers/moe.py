@@ -269,7 +269,11 @@ class MoE(FeedForward):
     def route(
         self, h: Tensor, loras: Sequence[Adapter] = (), *, invariant: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first."""
+        """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first.
+
+        On a GPU the router's kernel chooses, in the pass operator by operator, too: logits of torch would choose other
+        experts where two are nearly as likely. The kernel's oracle is `exl_kernels.reference.experts`.
+        """
         if self._router is not None and not self.router.adapted(loras):
             return self._router(h)
         logits = self.router.forward_precise(h, loras, invariant=invariant)

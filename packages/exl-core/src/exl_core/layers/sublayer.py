@@ -73,7 +73,7 @@ class SubLayer(Module):
 
     @abstractmethod
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
-        """Run operator by operator: the oracle of every other way."""
+        """Run operator by operator: the oracle of every other way, but for the router of a mixture (`MoE.route`)."""
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Load all parts; an error leaves the module unloaded."""
