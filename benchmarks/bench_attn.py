@@ -87,10 +87,10 @@ class Layers:
         if self.shape.own:
             return attention_cuda.attend_own(
                 *(self.q, self.k, self.v, pages),
-                attention_cuda.AttentionTables(*where, max_keys=self.shape.context),
-                self.slots,
-                attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, False),
-                attention_cuda.attention_options(scale, 0, 0.0),
+                tables=attention_cuda.AttentionTables(*where, max_keys=self.shape.context),
+                slots=self.slots,
+                rotation=attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, False),
+                options=attention_cuda.attention_options(scale, 0, 0.0),
                 out=self.out,
                 early=True,
             )

@@ -129,7 +129,16 @@ class _Copies:
         weights = self.layout.in_features * self.layout.out_features
         bits = 8.0 * sum(t.nbytes for t in self.tensors.values()) / weights
         zeros = torch.zeros(self.layout.out_features) if bias else None
-        return CudaQuantMatrix(self.layout, device, self.format, bits, zeros, prescale, "int8", name)
+        return CudaQuantMatrix(
+            self.layout,
+            device,
+            self.format,
+            bits_per_weight=bits,
+            bias=zeros,
+            prescale=prescale,
+            compute="int8",
+            name=name,
+        )
 
 
 def build(

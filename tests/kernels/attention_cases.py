@@ -200,10 +200,10 @@ class OwnStep:
         return attention_cuda.attend_own(
             *self.parts(),
             self.case.pages,
-            attention_cuda.AttentionTables(self.table, self.rows, self.positions, key_mask, max_keys),
-            self.slots,
-            attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, self.interleaved),
-            attention_cuda.attention_options(self.case.scale, window, softcap),
+            tables=attention_cuda.AttentionTables(self.table, self.rows, self.positions, key_mask, max_keys),
+            slots=self.slots,
+            rotation=attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, self.interleaved),
+            options=attention_cuda.attention_options(self.case.scale, window, softcap),
             **options,
         )
 

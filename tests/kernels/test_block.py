@@ -217,7 +217,15 @@ def test_more_tokens_than_go_through_at_once(order: str) -> None:
     table = torch.randperm(10, generator=generator).int().view(2, 5)
     slots = table[rows.long(), positions.long() // page].long() * page + positions.long() % page
     angles = torch.randn(300, DIM // 2, generator=generator)
-    tokens = Tokens(rows, positions, slots, table, positions.long(), angles.cos(), angles.sin())
+    tokens = Tokens(
+        rows=rows,
+        positions=positions,
+        slots=slots,
+        block_table=table,
+        rope_positions=positions.long(),
+        cos=angles.cos(),
+        sin=angles.sin(),
+    )
     block = AttentionBlock(BlockNorm(torch.ones(HIDDEN), 1e-5), projections(), head_dim=DIM, scale=0.3, window=40)
     x = torch.randn(count, HIDDEN, generator=generator)
     found = block.forward(x.clone(), tokens, KVPages.allocate("fp16", 10, page, KV_HEADS, DIM))

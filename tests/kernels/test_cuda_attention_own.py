@@ -214,10 +214,12 @@ def test_many_sequences_equal_each_alone(kind: Any, groups: int, dim: int) -> No
         one = slice(b, b + 1)
         alone = attention_cuda.attend_own(
             *(q[one], k[one], v[one], step.case.pages),
-            attention_cuda.AttentionTables(step.table, step.rows[one], step.positions[one], max_keys=step.lengths[b]),
-            step.slots[one],
-            attention_cuda.Rotation(step.cos, step.sin, step.rope_positions[one], False),
-            attention_cuda.attention_options(step.case.scale, 0, 0.0),
+            tables=attention_cuda.AttentionTables(
+                step.table, step.rows[one], step.positions[one], max_keys=step.lengths[b]
+            ),
+            slots=step.slots[one],
+            rotation=attention_cuda.Rotation(step.cos, step.sin, step.rope_positions[one], False),
+            options=attention_cuda.attention_options(step.case.scale, 0, 0.0),
         )
         assert torch.equal(alone[0], many[b]), b
 
@@ -253,11 +255,13 @@ def test_own_keys_that_do_not_fit_are_refused() -> None:
     turn = attention_cuda.Rotation(step.cos, step.sin, step.rope_positions, False)
     pages, options = step.case.pages, attention_cuda.attention_options(1.0, 0, 0.0)
     with pytest.raises(ShapeError, match="attend_own: k"):
-        attention_cuda.attend_own(q, k[:1], v, pages, tables, step.slots, turn, options)
+        attention_cuda.attend_own(q, k[:1], v, pages, tables=tables, slots=step.slots, rotation=turn, options=options)
     with pytest.raises(DTypeError, match="float32"):
-        attention_cuda.attend_own(q, k.float(), v, pages, tables, step.slots, turn, options)
+        attention_cuda.attend_own(
+            q, k.float(), v, pages, tables=tables, slots=step.slots, rotation=turn, options=options
+        )
     with pytest.raises(ShapeError, match="own keys"):
-        attention_cuda.attend_own(q, k, v, pages, tables, step.slots[:1], turn, options)
+        attention_cuda.attend_own(q, k, v, pages, tables=tables, slots=step.slots[:1], rotation=turn, options=options)
 
 
 def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:

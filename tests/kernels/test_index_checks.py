@@ -62,6 +62,6 @@ def test_own_keys_are_for_gpus_and_say_so() -> None:
     tables, turn = AttentionTables(ints(0).view(1, 1), ints(0), ints(0)), Rotation(table, table, long, False)
     options = attention_options(1.0, 0, 0.0)
     with pytest.raises(UnsupportedError, match="attend_own: pages on cpu"):
-        attend_own(q, kv, kv, PAGES, tables, long, turn, options)
+        attend_own(q, kv, kv, PAGES, tables=tables, slots=long, rotation=turn, options=options)
     with pytest.raises(UnsupportedError, match=r"attend_stored: pages on cpu.*use paged_attention"):
         attend_stored(q, PAGES, tables, options, tokens=1)

@@ -44,6 +44,7 @@ class Tokens:
 
     def __init__(
         self,
+        *,
         rows: Tensor,
         positions: Tensor,
         slots: Tensor,
@@ -52,7 +53,6 @@ class Tokens:
         cos: Tensor,
         sin: Tensor,
         key_mask: Tensor | None = None,
-        *,
         interleaved: bool = False,
     ) -> None:
         require_cpu("Tokens", rows, positions, slots, block_table, rope_positions, cos, sin, key_mask)

@@ -145,7 +145,17 @@ class JoinedHeads(Heads):
         if attention_stores_keys(step.q_len):
             # The step's tensors, and all keys but the tokens' own, were written before the graph's launches: `early`.
             return attend_own(
-                q, k, v, pages, self.tables, step.slots, self.turn, self.scores, early=True, into=into, norms=norms
+                q,
+                k,
+                v,
+                pages,
+                tables=self.tables,
+                slots=step.slots,
+                rotation=self.turn,
+                options=self.scores,
+                early=True,
+                into=into,
+                norms=norms,
             )
         if not step.decodes:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

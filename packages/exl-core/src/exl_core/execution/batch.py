@@ -74,14 +74,14 @@ class Step:
         if made is None:
             cos, sin = self.table(rope)
             made = self._tokens[interleaved, rope] = Tokens(
-                self.rows,
-                self.positions,
-                self.slots,
-                self.block_table,
-                self.rope_positions,
-                cos,
-                sin,
-                self.key_mask,
+                rows=self.rows,
+                positions=self.positions,
+                slots=self.slots,
+                block_table=self.block_table,
+                rope_positions=self.rope_positions,
+                cos=cos,
+                sin=sin,
+                key_mask=self.key_mask,
                 interleaved=interleaved,
             )
         return made

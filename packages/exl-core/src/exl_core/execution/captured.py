@@ -33,7 +33,7 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .captured_step import CapturedStep, ReplayInputs, StepReplay, UnrecordedStep, on_cpu
+from .captured_step import CapturedStep, StepReplay, UnrecordedStep, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, refusal_of_joined_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
@@ -42,7 +42,7 @@ from .prompt_windows import PromptWindows, windows_of
 from .sharded.exchange_buffers import refusal_of_access, refusal_of_rows
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
-from .step_inputs import Bucket
+from .step_inputs import Bucket, ReplayInputs
 from .step_recorder import StepRecorder
 from .ways import refusal_of_step
 

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from exl_kernels.sampling import TokenTarget
-from exl_kernels.staging import StepLimits, StepStage
+from exl_kernels.staging import StepStage
 
 from ..device import device_error
 from ..errors import DeviceError
 from ..lora.rows import RowAdapters
 from .sections import SectionGraphs
-from .step_inputs import StagedTensors
+from .step_inputs import ReplayInputs, StagedTensors
 
 if TYPE_CHECKING:
     from exl_kernels.peer import ExchangeBuffers, PeerResults
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from ..contracts import Cache
     from .sharded.launches import ShardLaunches
 
-__all__ = ["CapturedStep", "ReplayInputs", "StepReplay", "UnrecordedStep", "on_cpu"]
+__all__ = ["CapturedStep", "StepReplay", "UnrecordedStep", "on_cpu"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CapturedStep:
     """A captured step with everything that its addresses refer to."""
 
@@ -78,25 +78,6 @@ class CapturedStep:
             with torch.inference_mode(False):
                 view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
         return view
-
-
-class ReplayInputs(NamedTuple):
-    """The inputs of one replay of a captured step, all but the ids."""
-
-    shape: tuple[int, int]
-    """Rows, and tokens a row."""
-    past: Tensor
-    """int32 [rows] on the CPU, tokens already stored."""
-    table: Tensor
-    """int32 [rows, pages] on the CPU, page numbers."""
-    limits: StepLimits
-    """The bounds of ids, positions and page numbers."""
-    offsets: Tensor | None
-    """int64 [rows], added to the rope positions, or None."""
-    longest: int
-    """Tokens of the longest sequence after the step."""
-    adapter_slots: list[int]
-    """The slot of each token's adapters, -1 for none; [] where no row has adapters."""
 
 
 class StepOwner(Protocol):
@@ -177,7 +158,7 @@ class StepReplay:
             return False
         inputs = self.captured.inputs
         try:
-            stage = inputs.fill(tokens, given.past, given.table, given.limits, given.offsets, counts, firsts)
+            stage = inputs.fill(tokens, given, counts, firsts)
         except RuntimeError as error:
             raise _typed(error) from error
         if stage is None:
@@ -207,7 +188,7 @@ class StepReplay:
         if self._dropped:
             return None
         given = self._given
-        inputs = self.captured.inputs.stage(given.past, given.table, given.limits, given.offsets)
+        inputs = self.captured.inputs.stage(given)
         return None if inputs is None else TokenTarget(self._ids(), given.limits.vocab, inputs)
 
     def _ids(self) -> Tensor:

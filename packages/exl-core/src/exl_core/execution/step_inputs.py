@@ -12,7 +12,7 @@ from torch import Tensor
 from exl_kernels.cuda_ops import stream_of
 from exl_kernels.staging import StepFields, StepLimits, StepStage
 
-__all__ = ["Bucket", "StagedTensors", "StepTensors", "passed"]
+__all__ = ["Bucket", "ReplayInputs", "StagedTensors", "StepTensors", "passed"]
 
 STAGES = 4
 """Number of pinned copies of the inputs in each of two halves of a ring. An event tells when all copies of a half have
@@ -55,6 +55,25 @@ class Bucket(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.batch * self.q_len
+
+
+class ReplayInputs(NamedTuple):
+    """The inputs of one replay of a captured step, all but the ids."""
+
+    shape: tuple[int, int]
+    """Rows, and tokens a row."""
+    past: Tensor
+    """int32 [rows] on the CPU, tokens already stored."""
+    table: Tensor
+    """int32 [rows, pages] on the CPU, page numbers."""
+    limits: StepLimits
+    """The bounds of ids, positions and page numbers."""
+    offsets: Tensor | None
+    """int64 [rows], added to the rope positions of each row, or None: after images positions are not places."""
+    longest: int
+    """Tokens of the longest sequence after the step."""
+    adapter_slots: list[int]
+    """The slot of each token's adapters, -1 for none; [] where no row has adapters."""
 
 
 class StepTensors:
@@ -103,25 +122,18 @@ class StagedTensors(StepTensors):
     def fill(
         self,
         ids: Tensor | None,
-        past: Tensor,
-        table: Tensor,
-        limits: StepLimits,
-        offsets: Tensor | None = None,
+        given: ReplayInputs,
         counts: Sequence[int] = (),
         firsts: Sequence[int] = (),
     ) -> StepStage | None:
         """Pack a step into the next pinned copy, to be sent to `buffer` before the next steps.
 
         Args:
-            ids: int64 [b, q] on the CPU, as are the others; None for zeros.
-            past: int32 [b], tokens already stored.
-            table: int32 [b, n], page numbers.
-            limits: the bounds of ids, positions and page numbers.
-            offsets: int64 [b], added to the rope positions of each row (after images positions are not places). The
-                sums must be from 0 to the place.
+            ids: int64 [b, q] on the CPU; None for zeros.
+            given: the other inputs. The sums of rope positions and `offsets` must be from 0 to the place.
             counts: tokens of each row that are no padding; () where all are.
-            firsts: the first row of each row's sequence, whose line of `table` its tokens then read, so that attention
-                reads the keys of a sequence once; () where each row reads its own.
+            firsts: the first row of each row's sequence, whose line of the table its tokens then read, so that
+                attention reads the keys of a sequence once; () where each row reads its own.
 
         Returns:
             The copy; None when a value is invalid or exceeds the bucket or the limits.
@@ -131,11 +143,11 @@ class StagedTensors(StepTensors):
             # All work that reads the copies of the finished half has been queued by now.
             self._read[1 - half].record(torch.cuda.current_stream(self.buffer.device))
             self._read[half].synchronize()  # the copies of this half have been read
-        if not stage.fill(ids, past, table, limits):
+        if not stage.fill(ids, given.past, given.table, given.limits):
             return None
-        if offsets is not None:
+        if given.offsets is not None:
             q_len = self.bucket.q_len
-            stage.fields.rope_positions[: q_len * len(past)] += offsets.repeat_interleave(q_len)
+            stage.fields.rope_positions[: q_len * len(given.past)] += given.offsets.repeat_interleave(q_len)
         if counts:
             self._pad(stage, counts)
         if firsts:
@@ -145,14 +157,12 @@ class StagedTensors(StepTensors):
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
 
-    def stage(
-        self, past: Tensor, table: Tensor, limits: StepLimits, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    def stage(self, given: ReplayInputs) -> tuple[Tensor, Tensor] | None:
         """Prepare the copy of a step without ids, which the caller queues on the current stream before the next step.
 
         Returns source and target, uint8; None as for `fill`.
         """
-        stage = self.fill(None, past, table, limits, offsets)
+        stage = self.fill(None, given)
         return None if stage is None else (stage.pinned, self.buffer)
 
     def _pad(self, stage: StepStage, counts: Sequence[int]) -> None:

@@ -100,7 +100,12 @@ class StepRecorder:
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
         return CapturedStep(
-            whole, inputs, logits, (*kept, *self._recorder.workspaces), tuple(adapters), [-1] * bucket.tokens
+            graph=whole,
+            inputs=inputs,
+            logits=logits,
+            kept=(*kept, *self._recorder.workspaces),
+            adapters=tuple(adapters),
+            adapter_slots=[-1] * bucket.tokens,
         )
 
     def record_store(self, model: LanguageModel, joined: JoinedLaunches, cache: Cache, bucket: Bucket) -> CapturedStep:
@@ -115,7 +120,7 @@ class StepRecorder:
 
         graph, _, held = self._recorder.capture(body, None, inputs.ids)
         kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._recorder.workspaces)
-        return CapturedStep(graph, inputs, None, kept)
+        return CapturedStep(graph=graph, inputs=inputs, logits=None, kept=kept)
 
     def record_sharded(
         self, model: LanguageModel, shards: list[ShardLaunches], cache: Cache, bucket: Bucket
@@ -152,7 +157,12 @@ class StepRecorder:
             parts.append((copies_in, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
-            SectionGraphs(parts), inputs, logits, (*kept, *self._recorder.workspaces), (), [], {}, buffers, shards
+            graph=SectionGraphs(parts),
+            inputs=inputs,
+            logits=logits,
+            kept=(*kept, *self._recorder.workspaces),
+            buffers=buffers,
+            launches=shards,
         )
 
     def _record_sharded_prompt(
@@ -171,4 +181,12 @@ class StepRecorder:
         results = self._buffers.results_of_rows(devices, bucket.tokens, row)
         made = record_prompt(model, shards, cache, bucket, results, self._recorder)
         kept = (*made.kept, *self._recorder.workspaces)
-        return CapturedStep(made.graphs, made.inputs, None, kept, buffers=results, launches=shards, hidden=made.hidden)
+        return CapturedStep(
+            graph=made.graphs,
+            inputs=made.inputs,
+            logits=None,
+            kept=kept,
+            buffers=results,
+            launches=shards,
+            hidden=made.hidden,
+        )

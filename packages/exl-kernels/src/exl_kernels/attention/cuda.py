@@ -117,7 +117,8 @@ def paged_attention(
     table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
     tables = AttentionTables(table, rows, positions, key_mask, max_keys)
-    _launch("paged_attention", (q, q_stride), pages, tables, attention_options(scale, window, softcap), None, out)
+    options = attention_options(scale, window, softcap)
+    _launch("paged_attention", (q, q_stride), pages, tables=tables, options=options, out=out)
     return out
 
 
@@ -126,11 +127,11 @@ def attend_own(
     k: Tensor,
     v: Tensor,
     pages: KVPages,
+    *,
     tables: AttentionTables,
     slots: Tensor,
     rotation: Rotation,
     options: AttentionOptions,
-    *,
     out: Tensor | None = None,
     early: bool = False,
     into: MatmulInput | None = None,
@@ -178,7 +179,8 @@ def attend_own(
     require_shape(f"{what}: out", out, tuple(q.shape))
     if q.shape[0]:
         new_keys = _new_keys(what, k, v, rotation, slots, early, norms)
-        _launch(what, flat_rows(what, "q", q), pages, tables, options, new_keys, out, into)
+        flat = flat_rows(what, "q", q)
+        _launch(what, flat, pages, tables=tables, options=options, out=out, new_keys=new_keys, into=into)
     return out if into is None else into.scratch
 
 
@@ -223,7 +225,7 @@ def attend_stored(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
         flat = flat_rows(what, "q", q)
-        _launch(what, flat, pages, tables, options, None, out, into, tokens=tokens, windows=windows)
+        _launch(what, flat, pages, tables=tables, options=options, out=out, into=into, tokens=tokens, windows=windows)
     return out if into is None else into.scratch
 
 
@@ -305,10 +307,11 @@ def _launch(
     what: str,
     q: tuple[Tensor, int],
     pages: KVPages,
+    *,
     tables: AttentionTables,
     options: AttentionOptions,
-    new_keys: _native.NewKeys | None,
     out: Tensor,
+    new_keys: _native.NewKeys | None = None,
     into: MatmulInput | None = None,
     tokens: int | None = None,
     windows: bool = False,

@@ -165,6 +165,7 @@ class CudaQuantMatrix(_CudaMatrix):
         layout: _native.CudaLayout,
         device: torch.device,
         format: Format,
+        *,
         bits_per_weight: float,
         bias: Tensor | None,
         prescale: float,
@@ -446,7 +447,17 @@ def exl2_matrix(
     def pack(first: int, out: Tensor) -> None:
         layout.pack_exl2(name, parts, first=first, out=out, threads=_threads())
 
-    return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name, pack)
+    return CudaQuantMatrix(
+        layout,
+        place,
+        "exl2",
+        bits_per_weight=bits,
+        bias=bias,
+        prescale=prescale,
+        compute=compute,
+        name=name,
+        pack=pack,
+    )
 
 
 def gptq_matrix(
@@ -466,7 +477,17 @@ def gptq_matrix(
     def pack(first: int, out: Tensor) -> None:
         layout.pack_gptq(name, parts, format, first=first, out=out, threads=_threads())
 
-    return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name, pack)
+    return CudaQuantMatrix(
+        layout,
+        place,
+        "gptq",
+        bits_per_weight=stored,
+        bias=bias,
+        prescale=prescale,
+        compute=compute,
+        name=name,
+        pack=pack,
+    )
 
 
 def float_matrix(
