@@ -165,4 +165,5 @@ def test_the_report_of_kernels_has_the_launches_of_adapters(model: ExLlamaV2, tm
             if use.operation == "adapters" or names == "gemv_ring_adapted":
                 reported.update(dict.fromkeys(names.split(" + "), calls))
     assert reported == +launched
-    assert sum(reported.values()) == 8 * (1 if "gemv_ring_adapted" in reported else 2), "matmuls of two layers"
+    # Four joined matmuls in each of two layers; of more rows seven matrices, where they do not share a permutation.
+    assert sum(reported.values()) in ((8,) if "gemv_ring_adapted" in reported else (16, 28))

@@ -31,11 +31,11 @@ PAGE = 16
 LAUNCHED = {
     **{kernel: f"{kernel}_" for kernel in ("gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")},
     "gemv_ring_adapted": "gemv_ring_adapted_",
-    "gemv_ring": "gemv_ring_",
+    "gemv_ring": "gemv_ring_(?!adapted)",
     "gemm_large": "dequantize_",
     "experts_route": "experts_route_",
 }
-"""How names of the functions of each kernel begin; for gemm_large those that dequantize for cuBLAS."""
+"""How names of the functions of each kernel begin, as expressions; for gemm_large those that dequantize for cuBLAS."""
 OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_|experts_(arrange|gate_up|down|combine)")
 """How names of functions begin that only norm rows, multiply by adapters, or share the launches of experts."""
 RANK = 8
@@ -86,8 +86,7 @@ def launched(before: dict[str, int]) -> Counter[str]:
     now: dict[str, int] = _native.cuda_launches()
     new = {name: count - before.get(name, 0) for name, count in now.items()}
     found = {
-        kernel: sum(count for name, count in new.items() if name.startswith(start))
-        for kernel, start in LAUNCHED.items()
+        kernel: sum(count for name, count in new.items() if re.match(start, name)) for kernel, start in LAUNCHED.items()
     }
     return +Counter(found | {name: count for name, count in new.items() if OTHERS.match(name)})
 
