@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -220,6 +221,10 @@ def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
     made = load(file, os.environ, {name: value for name, value in options.items() if value is not None})
     check_bind(made)
     Authenticator(made.auth)  # the key file can be read
+    if made.log.content is not None:
+        from exl_serve.api.content import check_content_file
+
+        check_content_file(Path(made.log.content))
     return made
 
 
@@ -228,6 +233,8 @@ def _run(config: ServeConfig, reload: Callable[[], ServeConfig] | None) -> int:
     from exl_serve.super.supervisor import Supervisor
 
     set_up(config.log, "exl: %(message)s")
+    if config.log.content is not None:
+        logging.getLogger("exl_serve").warning("prompts and answers are written to %s", config.log.content)
     return Supervisor(config, _announce, reload=reload).run()
 
 

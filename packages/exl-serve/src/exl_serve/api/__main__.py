@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ import uvicorn
 
 from exl_serve.api.app import create_app
 from exl_serve.api.auth import Authenticator
+from exl_serve.api.content import ContentLog
 from exl_serve.api.limits import guarded, keep_alive
 from exl_serve.api.state import AppState
 from exl_serve.api.worker import Link, WorkerModels
@@ -92,6 +94,7 @@ async def _serve(start: link.WorkerStart) -> None:
         admit=authenticator.admit,
         render_metrics=connection.metrics,
         log_request=request_logger(config.log),
+        content=None if config.log.content is None else ContentLog(Path(config.log.content)),
         known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
@@ -111,6 +114,8 @@ async def _serve(start: link.WorkerStart) -> None:
     for task in tasks:
         task.cancel()
     await state.media.close()
+    if state.content is not None:
+        state.content.close()
     connection.close()
 
 

@@ -160,6 +160,17 @@ async def _handle(
     except Exception:
         log.exception("request %s failed", call.id)
         await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
+    finally:
+        if state.content is not None and call.asked is not None:
+            await state.content.write(_content(call))
+
+
+def _content(call: Call) -> dict[str, Any]:
+    """Return the line of the content log for a request that asked for an answer."""
+    line = call.line or {"id": call.id, "key": call.caller.name, "model": call.model, "status": 499, "finish": "abort"}
+    about = {name: line.get(name) for name in ("id", "key", "model", "status", "finish", "code")}
+    content = {"route": call.scope["path"], "request": call.asked, "answers": call.answers}
+    return {"time": round(time.time(), 3), **about, **content}
 
 
 async def _models_known(state: AppState) -> None:
@@ -189,9 +200,9 @@ async def _refuse(call: Call, error: ServeError) -> None:
 def _log_refusal(call: Call, error: ServeError) -> None:
     """Log a request that ends without a line of its own; not a probe of health, which comes every few seconds."""
     path = str(call.scope["path"])
-    if call.logged or error.status == 499 or path in PROBED:
+    if call.line is not None or error.status == 499 or path in PROBED:
         return
-    call.state.log_request(
+    call.log(
         {
             "id": call.id,
             "key": call.caller.name,

@@ -74,6 +74,7 @@ async def completions(call: Call) -> None:
     Raises ServeError for every fault that is known before the first token.
     """
     body = await call.json()
+    call.keep(body)
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     scored = _checked(call, body, fields)
     limits = call.state.config.server.limits

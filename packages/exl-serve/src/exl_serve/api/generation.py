@@ -338,13 +338,14 @@ def _account(
     """Record the metrics and the log line of a request. `refused`: its error, if that was told by the status."""
     now = time.monotonic()
     error = answer.error if refused is None else refused
+    if call.asked is not None:
+        call.answers = answer.content()
     reason = "abort" if left else "error" if error is not None else (answer.choices[0].finish or "abort")
     if refused is not None and not generation.started:
         return  # a rejected request: `exl_rejected_total` counts it
     _measure(call, generation, answer, began, left, reason)
     usage = answer.usage()
-    call.logged = True
-    call.state.log_request(
+    call.log(
         {
             "id": call.id,
             "key": call.caller.name,

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,8 +28,8 @@ class Call:
     """One HTTP request on its way through a route."""
 
     __slots__ = (
-        "_receive", "_send", "_watching", "began", "caller", "headers", "id", "logged", "model", "scope", "started",
-        "state", "status", "user",
+        "_receive", "_send", "_watching", "answers", "asked", "began", "caller", "headers", "id", "line", "model",
+        "scope", "started", "state", "status", "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -46,8 +46,11 @@ class Call:
         self.model = ""
         #: digest of the client's name for its user, or None
         self.user: str | None = None
-        #: the request has its line in the log
-        self.logged = False
+        #: what the log says of the request, once it has its line there
+        self.line: Mapping[str, Any] | None = None
+        #: body of a request for an answer, and the answers: for the content log
+        self.asked: Mapping[str, Any] | None = None
+        self.answers: Sequence[Any] = ()
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -135,6 +138,16 @@ class Call:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
+
+    def keep(self, body: Mapping[str, Any]) -> None:
+        """Keep the body of a request for an answer, where content is logged."""
+        if self.state.content is not None:
+            self.asked = body
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Write the request's line of the log."""
+        self.line = line
+        self.state.log_request(line)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import asyncio
 
+    from exl_serve.api.content import ContentLog
     from exl_serve.api.rendering import RenderTurns
     from exl_serve.config.model import ModelConfig, ServeConfig
     from exl_serve.engine.client import EngineClient
@@ -156,6 +157,8 @@ class AppState:
     render_metrics: Callable[[], Awaitable[str]] | None = None
     #: one line for each finished request
     log_request: Callable[[Mapping[str, Any]], None] = lambda fields: None
+    #: where prompts and answers are written; None: nowhere
+    content: ContentLog | None = None
     #: generations that are under way, which a drain ends at last
     running: set[Any] = field(default_factory=set)
     #: probes of /health/generate, by model

@@ -210,6 +210,9 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     level: Literal["debug", "info", "warning", "error"] = "info"
     #: auto: text at a terminal, else JSON lines
     format: Literal["auto", "json", "text"] = "auto"
+    #: file to which prompts and answers are appended, one JSON object for each request; mode 0600, of the server's own
+    #: user, no symbolic link. none: they are written nowhere
+    content: str | None = None
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from exl_serve.api.app import create_app
 from exl_serve.api.auth import Authenticator
+from exl_serve.api.content import ContentLog
 from exl_serve.api.state import AppState, Caller, ModelHandle
 from exl_serve.api.text import FolderText
 from exl_serve.api.worker import find_model
@@ -41,7 +42,10 @@ class Application:
         keys = Authenticator(made.auth, proxies=made.server.trusted_proxies, workers=made.ray.ingress_replicas)
         # Ray keeps what a replica writes on standard error in the replica's log file.
         log_request = request_logger(made.log)
-        self._state = AppState(made, models, NoMeter(), keys, admit=keys.admit, log_request=log_request)
+        content = None if made.log.content is None else ContentLog(Path(made.log.content))
+        self._state = AppState(
+            made, models, NoMeter(), keys, admit=keys.admit, log_request=log_request, content=content
+        )
         self._app = create_app(self._state)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -51,6 +55,8 @@ class Application:
                 await send({"type": "lifespan.startup.complete"})
             assert message["type"] == "lifespan.shutdown"
             await self._state.media.close()
+            if self._state.content is not None:
+                self._state.content.close()
             await send({"type": "lifespan.shutdown.complete"})
             return
         await self._app(scope, receive, send)

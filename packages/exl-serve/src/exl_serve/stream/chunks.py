@@ -172,6 +172,18 @@ class Answer:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self.choices)]
         return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()} | self._debug()
 
+    def content(self) -> list[dict[str, Any]]:
+        """Return what was answered so far, for the content log: an object for each choice."""
+        return [
+            {
+                "text": "".join(choice.text),
+                "reasoning": "".join(choice.reasoning),
+                "tool_calls": choice.calls,
+                "finish_reason": choice.finish,
+            }
+            for choice in self.choices
+        ]
+
     def _debug(self) -> dict[str, Any]:
         """Return the field `exl` for a client that asks for it: settings and seconds, or tokens that were left out."""
         cut = {} if self._truncated is None else {"truncated_tokens": self._truncated}

@@ -51,6 +51,10 @@ class Responses(Answer):
             raise self.error
         return self._response()
 
+    def content(self) -> list[dict[str, Any]]:
+        """Return the items so far, for the content log."""
+        return self._output
+
     def last_chunks(self) -> list[dict[str, Any]]:
         """Return the events of a failed response; none for others."""
         if self.error is None:
