@@ -216,11 +216,13 @@ def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
     import os
 
     from exl_serve.api.auth import Authenticator, check_bind
+    from exl_serve.api.tracing import check_tracing
     from exl_serve.config.load import load
 
     made = load(file, os.environ, {name: value for name, value in options.items() if value is not None})
     check_bind(made)
     Authenticator(made.auth)  # the key file can be read
+    check_tracing(made.otel)
     if made.log.content is not None:
         from exl_serve.api.content import check_content_file
 

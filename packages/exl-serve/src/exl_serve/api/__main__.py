@@ -24,6 +24,7 @@ from exl_serve.api.auth import Authenticator
 from exl_serve.api.content import ContentLog
 from exl_serve.api.limits import guarded, keep_alive
 from exl_serve.api.state import AppState
+from exl_serve.api.tracing import Tracing
 from exl_serve.api.worker import Link, WorkerModels
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ServeConfig
@@ -95,6 +96,7 @@ async def _serve(start: link.WorkerStart) -> None:
         render_metrics=connection.metrics,
         log_request=request_logger(config.log),
         content=None if config.log.content is None else ContentLog(Path(config.log.content)),
+        tracing=None if config.otel.endpoint is None else Tracing(config.otel),
         known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
@@ -116,6 +118,8 @@ async def _serve(start: link.WorkerStart) -> None:
     await state.media.close()
     if state.content is not None:
         state.content.close()
+    if state.tracing is not None:
+        state.tracing.close()
     connection.close()
 
 

@@ -161,6 +161,8 @@ async def _handle(
         log.exception("request %s failed", call.id)
         await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
     finally:
+        if state.tracing is not None and call.operation:
+            state.tracing.record(call)
         if state.content is not None and call.asked is not None:
             await state.content.write(_content(call))
 

@@ -91,7 +91,7 @@ async def chat_completions(call: Call) -> None:
     Raises ServeError for every fault that is known before the first token.
     """
     body = await call.json(media=True)
-    call.keep(body)
+    call.asks("chat", body)
     fields = read_request(call, body, FIELDS, frozenset({"messages", "functions", "function_call"}))
     state = call.state
     limits = state.config.server.limits

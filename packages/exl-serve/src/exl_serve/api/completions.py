@@ -74,7 +74,7 @@ async def completions(call: Call) -> None:
     Raises ServeError for every fault that is known before the first token.
     """
     body = await call.json()
-    call.keep(body)
+    call.asks("text_completion", body)
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     scored = _checked(call, body, fields)
     limits = call.state.config.server.limits
@@ -91,6 +91,7 @@ async def completions(call: Call) -> None:
         )
     began = time.monotonic()
     prompts, truncated = _cut(await _prompts(given, fields, target), fields, target)
+    call.phase("tokenise", began)
     call.state.meter.observe("exl_tokenize_seconds", time.monotonic() - began, model_name=call.model)
     if truncated is not None:
         call.headers["x-exl-truncated-tokens"] = str(truncated)

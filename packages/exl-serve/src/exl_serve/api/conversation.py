@@ -82,7 +82,9 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         contents=() if asked.wanted is None or asked.wanted.kind != "choice" else json.loads(asked.wanted.source),
         shows_stop=fields.get("include_stop_str_in_output", False),
     )
+    began = time.monotonic()
     rendered = await _rendered(call, asked, target, plain, settings)
+    call.phase("tokenise", began)
     settings = rendered.settings
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields and not family.forces_call(settings):

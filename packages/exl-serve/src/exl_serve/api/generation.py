@@ -185,8 +185,11 @@ async def serve(
         if images:
             async with AsyncExitStack() as files:
                 decoding = files.enter_async_context(call.state.media.decoded(images, call.state.config.media))
-                await generation.submit(await generation.prepare(decoding) or ())
+                media = await generation.prepare(decoding)
+                call.submitted = time.monotonic()
+                await generation.submit(media or ())
         else:
+            call.submitted = began
             await generation.submit()
             if generation.constrained:
                 waited = time.monotonic() - began

@@ -29,7 +29,7 @@ class Call:
 
     __slots__ = (
         "_receive", "_send", "_watching", "answers", "asked", "began", "caller", "headers", "id", "line", "model",
-        "scope", "started", "state", "status", "user",
+        "operation", "phases", "scope", "started", "state", "status", "submitted", "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -51,6 +51,12 @@ class Call:
         #: body of a request for an answer, and the answers: for the content log
         self.asked: Mapping[str, Any] | None = None
         self.answers: Sequence[Any] = ()
+        #: what a request for an answer asks for, as traces name it: chat, text_completion; else ""
+        self.operation = ""
+        #: name, begin and end (time.monotonic) of what was done before the engine had the request: for traces
+        self.phases: list[tuple[str, float, float]] = []
+        #: time.monotonic() at which the engine got the request
+        self.submitted: float | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -139,10 +145,16 @@ class Call:
             self._watching.cancel()
             self._watching = None
 
-    def keep(self, body: Mapping[str, Any]) -> None:
-        """Keep the body of a request for an answer, where content is logged."""
+    def asks(self, operation: str, body: Mapping[str, Any]) -> None:
+        """Note what a request for an answer asks for; keep its body where content is logged."""
+        self.operation = operation
         if self.state.content is not None:
             self.asked = body
+
+    def phase(self, name: str, began: float) -> None:
+        """Note a part of the request's time that ends now, where requests are traced."""
+        if self.state.tracing is not None:
+            self.phases.append((name, began, time.monotonic()))
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Write the request's line of the log."""

@@ -61,6 +61,7 @@ async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
     handle, adapter = call.state.models.resolve(name, call.caller)
     call.model = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
     engine = await handle.engine()
+    call.phase("admit", call.began)
     return Target(handle, engine, adapter, call.model)
 
 

@@ -77,7 +77,7 @@ async def no_response(call: Call) -> None:
 
 async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
     body = await call.json(media=True)
-    call.keep(body)
+    call.asks("chat", body)
     fields = read_request(call, body, FIELDS, OWN)
     limits = call.state.config.server.limits
     asked = asked_of(body, fields, limits)

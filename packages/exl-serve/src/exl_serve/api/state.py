@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from exl_serve.api.content import ContentLog
     from exl_serve.api.rendering import RenderTurns
+    from exl_serve.api.tracing import Tracing
     from exl_serve.config.model import ModelConfig, ServeConfig
     from exl_serve.engine.client import EngineClient
     from exl_serve.media.reader import MediaReader
@@ -159,6 +160,8 @@ class AppState:
     log_request: Callable[[Mapping[str, Any]], None] = lambda fields: None
     #: where prompts and answers are written; None: nowhere
     content: ContentLog | None = None
+    #: where traces are sent; None: nowhere
+    tracing: Tracing | None = None
     #: generations that are under way, which a drain ends at last
     running: set[Any] = field(default_factory=set)
     #: probes of /health/generate, by model

@@ -39,6 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "drain.timeout": (-1, 86400),
     "media.max_images": (0, 1024),
     "media.max_pixels": (1, 1 << 26),
+    "otel.ratio": (0, 1),
     "ray.ingress_replicas": (1, 1024),
     "ray.ingress_cpus": (0, 1024),
     "ray.min_replicas": (0, 1024),

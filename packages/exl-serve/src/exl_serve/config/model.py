@@ -14,6 +14,7 @@ __all__ = [
     "Media",
     "Memory",
     "ModelConfig",
+    "Otel",
     "Qos",
     "RayConfig",
     "ServeConfig",
@@ -215,6 +216,17 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     content: str | None = None
 
 
+class Otel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces for a collector of OpenTelemetry. Needs the extra "otel" of exl-serve."""
+
+    #: URL to which spans are sent, OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces"; none: no traces
+    endpoint: str | None = None
+    #: share of the requests that are traced, 0 to 1; a request with `traceparent` follows the decision in it
+    ratio: float = 1.0
+    #: name of this server in traces
+    service_name: str = "exl-serve"
+
+
 class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images of requests, which are `data:` URLs: nothing is fetched."""
 
@@ -261,6 +273,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     qos: Qos = Qos()
     drain: Drain = Drain()
     log: Log = Log()
+    otel: Otel = Otel()
     media: Media = Media()
     ray: RayConfig = RayConfig()
     #: vllm: metrics also have the names that dashboards for vLLM read

@@ -15,6 +15,7 @@ from exl_serve.api.auth import Authenticator
 from exl_serve.api.content import ContentLog
 from exl_serve.api.state import AppState, Caller, ModelHandle
 from exl_serve.api.text import FolderText
+from exl_serve.api.tracing import Tracing
 from exl_serve.api.worker import find_model
 from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.engine.client import EngineClient
@@ -46,6 +47,8 @@ class Application:
         self._state = AppState(
             made, models, NoMeter(), keys, admit=keys.admit, log_request=log_request, content=content
         )
+        if made.otel.endpoint is not None:
+            self._state.tracing = Tracing(made.otel)
         self._app = create_app(self._state)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -57,6 +60,8 @@ class Application:
             await self._state.media.close()
             if self._state.content is not None:
                 self._state.content.close()
+            if self._state.tracing is not None:
+                self._state.tracing.close()
             await send({"type": "lifespan.shutdown.complete"})
             return
         await self._app(scope, receive, send)

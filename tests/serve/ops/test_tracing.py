@@ -1,0 +1,164 @@
+"""Traces of requests: their spans, sampling, the protocol, and that nothing is imported without them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from preloaded import run
+from typer.testing import CliRunner
+
+from exl_generate import bundled
+from exl_serve.api.tracing import Tracing
+from exl_serve.cli import app
+from exl_serve.config.model import ModelConfig, Otel
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import until
+
+MODEL = ModelConfig(id="scripted", path=str(bundled.default_model_dir()))
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+Traced = Callable[..., tuple[httpx.Client, Any]]
+
+
+@pytest.fixture
+def traced(scripted: EngineThread) -> Iterator[Traced]:
+    """Starts a server whose spans an exporter in memory gets."""
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    made: list[LiveServer] = []
+
+    def start(**config: Any) -> tuple[httpx.Client, Any]:
+        exporter = memory.InMemorySpanExporter()
+        live = LiveServer({"scripted": scripted}, [MODEL])
+        made.append(live)
+        assert live.state is not None
+        live.state.tracing = Tracing(Otel(endpoint="http://127.0.0.1:9", **config), exporter)
+        return httpx.Client(base_url=live.url, timeout=120), exporter
+
+    yield start
+    for live in made:
+        live.close()
+
+
+def complete(http: httpx.Client, **headers: str) -> int:
+    body = {"prompt": "a secret prompt", "max_tokens": 4, "ignore_eos": True}
+    return http.post("/v1/completions", json=body, headers=headers).status_code
+
+
+def test_a_request_and_its_parts_are_spans_of_the_client_s_trace(traced: Traced) -> None:
+    http, exporter = traced(service_name="mine")
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "one"}
+    chat = {"messages": [{"role": "user", "content": "a secret prompt"}], "max_tokens": 4, "ignore_eos": True}
+    assert http.post("/v1/chat/completions", json=chat, headers=headers).status_code == 200
+    until(lambda: len(exporter.get_finished_spans()) == 6)
+    *parts, request = exporter.get_finished_spans()
+    assert [one.name for one in parts] == ["admit", "tokenise", "queue", "prefill", "decode"]
+    assert request.name == "chat scripted"
+    assert request.resource.attributes["service.name"] == "mine"
+    assert (f"{request.context.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE, PARENT)
+    assert {one.parent.span_id for one in parts} == {request.context.span_id}
+    times = [moment for one in parts for moment in (one.start_time, one.end_time)]
+    assert times == sorted(times)
+    assert request.start_time == times[0]
+    assert times[-1] <= request.end_time + 1_000_000  # the engine's clock is another one
+    attributes = dict(request.attributes)
+    assert attributes.pop("gen_ai.usage.input_tokens") > 0
+    assert attributes == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "exl",
+        "gen_ai.request.model": "scripted",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": 4,
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "exl.request.id": "one",
+    }
+
+
+def test_a_refused_request_has_a_span_with_its_error(traced: Traced) -> None:
+    http, exporter = traced()
+    assert http.post("/v1/completions", json={"prompt": "a", "model": "nowhere"}).status_code == 404
+    assert http.get("/v1/models").status_code == 200  # asks for no answer
+    until(lambda: len(exporter.get_finished_spans()) == 1)
+    (request,) = exporter.get_finished_spans()
+    assert (request.name, request.attributes["error.type"]) == ("text_completion", "model_not_found")
+    assert request.attributes["http.response.status_code"] == 404
+
+
+def test_the_sender_decides_and_else_the_ratio(traced: Traced) -> None:
+    http, exporter = traced(ratio=0.0)
+    assert complete(http) == 200
+    assert complete(http, traceparent=f"00-{TRACE}-{PARENT}-00") == 200
+    assert complete(http, traceparent="not a context") == 200
+    assert complete(http, traceparent=f"00-{TRACE}-{PARENT}-01") == 200
+    until(lambda: len(exporter.get_finished_spans()) == 6)
+    assert {f"{one.context.trace_id:032x}" for one in exporter.get_finished_spans()} == {TRACE}
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """An endpoint that keeps the bodies of what it is sent."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", bodies
+        server.shutdown()
+        thread.join()
+
+
+def test_spans_reach_a_collector_without_content(scripted: EngineThread) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    with collector() as (url, bodies):
+        live = LiveServer({"scripted": scripted}, [MODEL])
+        assert live.state is not None
+        live.state.tracing = tracing = Tracing(Otel(endpoint=url))
+        assert complete(httpx.Client(base_url=live.url, timeout=120)) == 200
+        live.close()
+        tracing.close()
+        (body,) = bodies
+        (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
+        names = [span.name for scope in told.scope_spans for span in scope.spans]
+        assert sorted(names) == ["admit", "decode", "prefill", "queue", "text_completion scripted", "tokenise"]
+        assert b"secret" not in body
+
+
+def test_without_traces_nothing_of_them_is_imported() -> None:
+    program = "import exl_serve.api.__main__, sys; print([n for n in sys.modules if n.startswith('opentelemetry')])"
+    done = run(["-c", program])
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"), [("localhost:4318", "must be a URL"), ("http://x/v1/traces", "install exl-serve[otel]")]
+)
+def test_an_endpoint_that_cannot_be_used_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, says: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # type: ignore[arg-type]
+    done = CliRunner().invoke(app, ["--port", "0", "--set", f"otel.endpoint={endpoint}"])
+    assert done.exit_code == 1
+    assert says in done.output
