@@ -139,7 +139,7 @@ def test_a_file_that_becomes_unsafe_gets_no_more_lines(keyed: Served, place: Pat
 
 
 def refusal(file: Path) -> str:
-    """What the command says when it does not start with this file."""
+    """The error of the command, which does not start with this file."""
     done = CliRunner().invoke(app, ["--port", "0", "--set", f"log.content={file}"])
     assert done.exit_code == 1, done.output
     return done.output
