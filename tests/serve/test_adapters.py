@@ -76,3 +76,53 @@ def test_an_adapter_in_use_is_not_replaced(
         held.release()
         assert "data: [DONE]" in list(lines)
     assert load(http, "mine", tmp_path / "second", load_inplace=True) == 200
+
+
+def test_tabbyapi_s_body_loads_adapters_by_the_names_of_their_folders(http: httpx.Client) -> None:
+    wanted = [{"name": "first", "scaling": 0.5}, {"name": "nowhere"}, {"name": "second", "scaling": None}]
+    answer = http.post("/v1/lora/load", json={"loras": wanted, "skip_queue": False})
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["success"], told["failure"]) == (["first", "second"], ["nowhere"])
+    assert "'nowhere'" in told["errors"]["nowhere"]
+    listed = http.get("/v1/lora/list").json()["data"]
+    assert {one["id"]: one["scaling"] for one in listed} == {"first": 0.5, "second": 1.0}
+    half = complete(http, "first")
+    assert http.post("/v1/lora/load", json={"loras": [{"name": "first"}]}).json()["success"] == ["first"]
+    assert complete(http, "first") != half, "the scaling changes the tokens"
+    assert http.post("/v1/lora/unload", json={"lora_name": "second"}).status_code == 200
+    assert [one["id"] for one in http.get("/v1/lora/list").json()["data"]] == ["first"]
+    assert http.post("/v1/lora/unload", headers={"content-type": "application/json"}).json() == {"success": ["first"]}
+    assert http.get("/v1/lora/list").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"loras": []}, "loras"),
+        ({"loras": "first"}, "loras"),
+        ({"loras": ["first"]}, "loras"),
+        ({"loras": [{"name": "first"}] * 65}, "loras"),
+        ({"loras": [{"name": "first"}, {"name": "first"}]}, "loras"),
+        ({"loras": [{"scaling": 1}]}, "name"),
+        ({"loras": [{"name": "first", "scaling": "1"}]}, "loras[0].scaling"),
+        ({"loras": [{"name": "first", "scaling": 101}]}, "loras[0].scaling"),
+        ({"loras": [{"name": "first"}], "lora_name": "a"}, "loras"),
+        ({"loras": [{"name": "first"}], "skip_queue": True}, "skip_queue"),
+    ],
+)
+def test_a_body_of_tabbyapi_that_is_wrong_loads_nothing(server: LiveServer, body: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/lora/load", json={"model": "fable", **body}, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_names_lead_out_of_no_folder(http: httpx.Client, fable: EngineThread, tmp_path: Path) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    write_adapter(outside, fable)
+    (tmp_path / "link").symlink_to(outside)
+    (tmp_path / "empty").mkdir()
+    names = [f"../{outside.name}", str(outside), "link", "empty", "a\0b"]
+    told = http.post("/v1/lora/load", json={"loras": [{"name": name} for name in names]}).json()
+    assert told["failure"] == names
+    assert http.get("/v1/lora/list").json()["data"] == []
+    assert [("outside of the folders" in told["errors"][name]) for name in names] == [True, True, True, False, False]

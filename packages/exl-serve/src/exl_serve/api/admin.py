@@ -11,24 +11,28 @@ from exl_serve.request.rules import boolean
 
 __all__ = [
     "cancel_request",
+    "handle_of",
     "list_adapters",
     "list_requests",
     "load_adapter",
     "load_model",
+    "load_one",
     "reset_cache",
+    "text_of",
     "unload_adapter",
     "unload_model",
 ]
 
 
-def _text(body: dict[str, Any], name: str) -> str:
+def text_of(body: dict[str, Any], name: str) -> str:
+    """Return a text of the body. Raises ServeError 400."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise ServeError.invalid(f"{name} must be a text", name, "missing_field")
     return value
 
 
-def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
+def handle_of(call: Call, body: dict[str, Any]) -> ModelHandle:
     """Return the model that the body names, or the only one."""
     handles = call.state.models.list()
     if body.get("model") is None and len(handles) == 1:
@@ -40,9 +44,13 @@ async def load_adapter(call: Call) -> None:
     """Load an adapter: {lora_name, lora_path, load_inplace}. Answers 200 once it is loaded; with `load_inplace` it
     replaces one of the same name.
     """
-    body = await call.json()
-    engine = await _handle(call, body).engine()
-    name, path = _text(body, "lora_name"), _text(body, "lora_path")
+    await load_one(call, await call.json())
+
+
+async def load_one(call: Call, body: dict[str, Any]) -> None:
+    """Load the adapter of a body {lora_name, lora_path, load_inplace}."""
+    engine = await handle_of(call, body).engine()
+    name, path = text_of(body, "lora_name"), text_of(body, "lora_path")
     inplace = boolean("load_inplace", body["load_inplace"]) if body.get("load_inplace") is not None else False
     await call.answer(200, await engine.control("load_adapter", name=name, path=path, inplace=inplace))
 
@@ -50,8 +58,8 @@ async def load_adapter(call: Call) -> None:
 async def unload_adapter(call: Call) -> None:
     """Unload an adapter: {lora_name}. Answers 409 while requests use it."""
     body = await call.json()
-    engine = await _handle(call, body).engine()
-    await call.answer(200, await engine.control("unload_adapter", name=_text(body, "lora_name")))
+    engine = await handle_of(call, body).engine()
+    await call.answer(200, await engine.control("unload_adapter", name=text_of(body, "lora_name")))
 
 
 async def list_adapters(call: Call) -> None:
@@ -59,8 +67,9 @@ async def list_adapters(call: Call) -> None:
     found = []
     for handle in call.state.models.list():
         if handle.state == "ready":
-            card = (await handle.engine()).card
-            found += [{"id": name, "object": "lora", "model": handle.config.id} for name in card.adapters]
+            loaded = (await (await handle.engine()).control("adapters"))["adapters"]
+            about = {"object": "lora", "owned_by": "exl", "model": handle.config.id}
+            found += [{"id": name, **about, "scaling": scaling} for name, scaling in loaded.items()]
     await call.answer(200, {"object": "list", "data": found})
 
 

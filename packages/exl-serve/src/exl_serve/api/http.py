@@ -120,9 +120,11 @@ class Call:
                 f"content-encoding is {coding[:64]}; send the body as it is",
             )
 
-    async def json(self, *, media: bool = False) -> dict[str, Any]:
-        """Return the body as an object. Raises ServeError 400 or 413."""
+    async def json(self, *, media: bool = False, optional: bool = False) -> dict[str, Any]:
+        """Return the body as an object; {} for none where it is optional. Raises ServeError 400 or 413."""
         data, limits = await self.body(media=media), self.state.config.server.limits
+        if optional and not data:
+            return {}
         if len(data) > LARGE_BODY:
             return await asyncio.to_thread(read_json, data, limits)
         return read_json(data, limits)

@@ -139,6 +139,7 @@ def _schemas() -> dict[str, Any]:
     from exl_serve.api.chat import CHAT
     from exl_serve.api.completions import COMPLETION
     from exl_serve.api.models import TEMPLATE
+    from exl_serve.api.tabby import MAX_LORAS, SCALING
     from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING
     from exl_serve.request.responses import OF_CHAT, RESPONSE
 
@@ -169,6 +170,24 @@ def _schemas() -> dict[str, Any]:
         ),
         "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT, "load_inplace": FLAG}, "lora_name", "lora_path"),
         "UnloadAdapter": _plain({"lora_name": TEXT}, "lora_name"),
+        "LoadAdapters": _plain(
+            {
+                "loras": {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_LORAS,
+                    "items": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": TEXT, "scaling": {"anyOf": [dict(SCALING.schema), {"type": "null"}]}},
+                    },
+                },
+                "lora_name": TEXT,
+                "lora_path": TEXT,
+                "load_inplace": FLAG,
+            }
+        ),
+        "UnloadAdapters": _plain({"lora_name": TEXT}),
         "LoadModel": _plain({"model_name": TEXT, "name": TEXT}),
     }
 
@@ -187,6 +206,8 @@ BODIES = {
     "/apply-template": "ApplyTemplate",
     "/v1/load_lora_adapter": "LoadAdapter",
     "/v1/unload_lora_adapter": "UnloadAdapter",
+    "/v1/lora/load": "LoadAdapters",
+    "/v1/lora/unload": "UnloadAdapters",
     "/v1/model/load": "LoadModel",
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from exl_serve.api.admin import load_adapter, unload_adapter
+from exl_serve.api.admin import handle_of, load_one, text_of
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
+from exl_serve.request.rules import number
 from exl_serve.stream.chunks import sse
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
 
 LOAD_SECONDS = 3600.0
 POLL_SECONDS = 0.5
+MAX_LORAS = 64
+SCALING = number(-100, 100)
 
 
 def _entry(handle: ModelHandle) -> dict[str, Any]:
@@ -91,13 +94,56 @@ async def unload_model(call: Call) -> None:
 
 
 async def load_lora(call: Call) -> None:
-    """Load an adapter, as /v1/load_lora_adapter does."""
-    await load_adapter(call)
+    """Load adapters from the folders of their names: {loras: [{name, scaling}]}. With `lora_name` as
+    /v1/load_lora_adapter does.
+    """
+    body = await call.json()
+    if "loras" not in body:
+        await load_one(call, body)
+        return
+    if "lora_name" in body:
+        raise ServeError.invalid("loras and lora_name exclude each other: leave one out", "loras")
+    if body.get("skip_queue"):
+        raise ServeError.unsupported("skip_queue", "skip_queue is not offered: an adapter in use is not replaced")
+    wanted = _loras(body["loras"])
+    engine = await handle_of(call, body).engine()
+    errors: dict[str, str] = {}
+    for name, scaling in wanted:
+        try:
+            await engine.control("load_adapter", name=name, path=None, scaling=scaling, inplace=True)
+        except ServeError as error:
+            errors[name] = error.message
+    loaded = [name for name, _ in wanted if name not in errors]
+    await call.answer(200, {"success": loaded, "failure": list(errors), "errors": errors})
+
+
+def _loras(value: Any) -> list[tuple[str, float]]:
+    """Return name and factor of each adapter that is to be loaded. Raises ServeError 400."""
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_LORAS:
+        raise ServeError.invalid(f"loras must be a list of 1 to {MAX_LORAS} objects with name and scaling", "loras")
+    found = []
+    for at, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise ServeError.invalid(f"loras[{at}] must be an object with name and scaling", "loras")
+        given = one.get("scaling")
+        scaling = 1.0 if given is None else SCALING(f"loras[{at}].scaling", given)
+        found.append((text_of(one, "name"), scaling))
+    if len({name for name, _ in found}) < len(found):
+        raise ServeError.invalid("loras names an adapter twice: name each once", "loras")
+    return found
 
 
 async def unload_lora(call: Call) -> None:
-    """Unload an adapter, as /v1/unload_lora_adapter does."""
-    await unload_adapter(call)
+    """Unload all adapters of a model, or with `lora_name` the one of that name."""
+    body = await call.json(optional=True)
+    engine = await handle_of(call, body).engine()
+    if "lora_name" in body:
+        await call.answer(200, await engine.control("unload_adapter", name=text_of(body, "lora_name")))
+        return
+    names = list((await engine.control("adapters"))["adapters"])
+    for name in names:
+        await engine.control("unload_adapter", name=name)
+    await call.answer(200, {"success": names})
 
 
 async def permission(call: Call) -> None:

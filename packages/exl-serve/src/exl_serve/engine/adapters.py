@@ -21,6 +21,8 @@ class Adapters:
         self._loaded: dict[str, Any] = {}
         for name, folder in config.adapters.items():
             self._loaded[name] = self._read(Path(folder))
+        #: factors by name
+        self.scalings = dict.fromkeys(self._loaded, 1.0)
 
     def names(self) -> list[str]:
         """Return the names of the loaded adapters."""
@@ -34,12 +36,12 @@ class Adapters:
             raise ServeError(404, "not_found_error", "model_not_found", f"no adapter {name!r} is loaded", param="model")
         return [self._loaded[name]]
 
-    def load(self, name: str, path: str, used: int | None = None) -> dict[str, Any]:
-        """Load an adapter.
+    def load(self, name: str, path: str | None, used: int | None = None, *, scaling: float = 1.0) -> dict[str, Any]:
+        """Load an adapter; without a path from the folder of its name in one of the allowed folders.
 
-        `used`: the requests that use one of this name, which the new one replaces; None: it may not replace any. Raises
-        ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit, 409 for a name
-        or an adapter in use.
+        `scaling`: factor of the adapter's own scaling. `used`: the requests that use one of this name, which the new
+        one replaces; None: it may not replace any. Raises ServeError 403 outside the allowed folders, 404 for a missing
+        one, 400 for one that does not fit, 409 for a name or an adapter in use.
         """
         if not name or len(name) > 128 or ":" in name:
             raise ServeError.invalid(
@@ -51,11 +53,11 @@ class Adapters:
             )
         if used:
             raise _in_use(name, used)
-        place = self._allowed(path)
+        place = self._allowed(self._named(name) if path is None else path)
         if not (place / "adapter_config.json").is_file():
             raise ServeError(404, "not_found_error", "adapter_not_found", "there is no adapter in that folder")
-        made, before = self._read(place), self._loaded.get(name)
-        self._loaded[name] = made
+        made, before = self._read(place, scaling), self._loaded.get(name)
+        self._loaded[name], self.scalings[name] = made, scaling
         if before is not None:
             before.unload()
         return {"name": name}
@@ -66,8 +68,22 @@ class Adapters:
             raise ServeError(404, "not_found_error", "adapter_not_found", f"no adapter {name!r} is loaded")
         if used:
             raise _in_use(name, used)
+        del self.scalings[name]
         self._loaded.pop(name).unload()
         return {"name": name}
+
+    def _named(self, name: str) -> str:
+        """Return the folder of this name: the first that has an adapter. Raises ServeError 404."""
+        if "\0" not in name:
+            for root in self._roots:
+                if (root / name / "adapter_config.json").is_file():
+                    return str(root / name)
+        raise ServeError(
+            404,
+            "not_found_error",
+            "adapter_not_found",
+            f"no folder of adapter_roots in the server's configuration has an adapter {name!r}",
+        )
 
     def _allowed(self, path: str) -> Path:
         if "\0" in path:
@@ -82,10 +98,10 @@ class Adapters:
             )
         return place
 
-    def _read(self, folder: Path) -> Any:
+    def _read(self, folder: Path, scaling: float = 1.0) -> Any:
         from exl_core import ExLlamaV2Lora
 
-        return ExLlamaV2Lora.from_directory(self._model, str(folder))
+        return ExLlamaV2Lora.from_directory(self._model, str(folder), scaling)
 
 
 def _in_use(name: str, used: int) -> ServeError:

@@ -42,9 +42,12 @@ class Operator:
         """Do what a call asks for and return its answer. Raises ServeError, of status 400 for an unknown call."""
         if name == "load_adapter":
             used = self._using(parameters["name"]) if parameters.get("inplace") else None
-            return self._adapters.load(str(parameters["name"]), str(parameters["path"]), used)
+            path, scaling = parameters.get("path"), float(parameters.get("scaling", 1.0))
+            return self._adapters.load(str(parameters["name"]), path, used, scaling=scaling)
         if name == "unload_adapter":
             return self._adapters.unload(str(parameters["name"]), self._using(parameters["name"]))
+        if name == "adapters":
+            return {"adapters": dict(self._adapters.scalings)}
         if name == "reset_cache":
             if running := sum(len(group.running) for group in self._groups.values()):
                 raise ServeError(409, "conflict", "conflict", f"{running} jobs are running: try when idle")

@@ -376,7 +376,9 @@ class RayEngine:
         return call
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
-        """Run an operator's call: requests, cancel. Raises ServeError 501 for others."""
+        """Run an operator's call: adapters, requests, cancel. Raises ServeError 501 for others."""
+        if name == "adapters":
+            return {"adapters": dict.fromkeys(self.card.adapters, 1.0)}  # those of the configuration
         if name == "requests":
             return {"requests": [{"id": call._request.id, "key": call._request.key} for call in self.calls.values()]}
         if name == "cancel":
