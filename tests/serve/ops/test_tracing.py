@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from preloaded import run
+from served import SECONDS, Served
 from typer.testing import CliRunner
 
 from exl_generate import bundled
@@ -126,17 +128,18 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-def test_spans_reach_a_collector_without_content(scripted: EngineThread) -> None:
+def test_spans_of_the_command_reach_a_collector_without_content(served: Callable[..., Served], tmp_path: Path) -> None:
+    """A server that stops sends the last spans."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     with collector() as (url, bodies):
-        live = LiveServer({"scripted": scripted}, [MODEL])
-        assert live.state is not None
-        live.state.tracing = tracing = Tracing(Otel(endpoint=url))
-        assert complete(httpx.Client(base_url=live.url, timeout=120)) == 200
-        live.close()
-        tracing.close()
+        config = f'otel.endpoint = "{url}"\ndrain.delay = 0\n[[model]]\nid = "scripted"\npath = "{MODEL.path}"\n'
+        (tmp_path / "serve.toml").write_text(f'{config}device = "cpu"\nengine = "free"\n')
+        server = served("--config", str(tmp_path / "serve.toml")).up()
+        assert server.complete(prompt="a secret prompt").status_code == 200
+        server.process.terminate()
+        assert server.process.wait(SECONDS) == 0, server.log
         (body,) = bodies
         (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
         names = [span.name for scope in told.scope_spans for span in scope.spans]
