@@ -161,7 +161,7 @@ def test_an_endpoint_that_cannot_be_used_is_refused_at_the_start(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     done = CliRunner().invoke(app, ["--port", "0", "--set", f"otel.endpoint={endpoint}"])
     assert done.exit_code == 1
     assert says in done.output
