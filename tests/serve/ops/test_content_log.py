@@ -94,6 +94,13 @@ def test_a_line_holds_the_request_and_what_the_client_got(keyed: Served, place: 
     assert line_of(file, "response")["answers"] == answer.json()["output"] != []
 
 
+def test_images_are_in_the_request_s_line(keyed: Served, place: Path) -> None:
+    url = "data:image/png;base64," + "A" * 200_000
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    assert ask(keyed, "/v1/chat/completions", body, "image").status_code == 400  # the model takes none
+    assert line_of(place / "content.jsonl", "image")["request"] == body
+
+
 def test_refused_requests_have_lines_and_other_routes_have_none(keyed: Served, place: Path) -> None:
     assert ask(keyed, "/tokenize", {"prompt": SECRET}, "tokenized").status_code == 200
     assert ask(keyed, "/v1/completions", {"prompt": SECRET, "model": "nowhere"}, "refused").status_code == 404

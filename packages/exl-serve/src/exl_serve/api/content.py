@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_serve.config.load import ConfigError
+from exl_serve.request.body import LongUrl
 
 __all__ = ["ContentLog", "check_content_file"]
 
@@ -78,6 +79,13 @@ def _check(path: Path, found: os.stat_result) -> None:
         raise ConfigError(f"{KEY}: {path} is one of {found.st_nlink} hard links to a file: name another one", KEY)
 
 
+def _url(value: object) -> str:
+    """Return the text of an image's URL, the only value of a body that json does not know."""
+    if not isinstance(value, LongUrl):
+        raise TypeError(f"a body holds no {type(value).__name__}")
+    return value[:]
+
+
 class ContentLog:
     """Appends lines to the file from a thread of its own, so that a slow disk does not delay streams.
 
@@ -102,7 +110,7 @@ class ContentLog:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         try:
-            data = json.dumps(line).encode() + b"\n"  # ASCII: no reader splits at another line separator
+            data = json.dumps(line, default=_url).encode() + b"\n"  # ASCII: no reader splits at another line separator
             descriptor = _opened(self._path, FLAGS | os.O_CREAT)
             try:
                 written = os.write(descriptor, data)  # one call, so that workers' lines do not mix
