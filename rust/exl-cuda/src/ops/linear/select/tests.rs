@@ -482,6 +482,8 @@ proptest! {
         let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapters: adapted.then_some(SIZES) };
         let found = plan(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
+        let launched = found.joined && !matches!(found.kernel, Kernel::GemmTile | Kernel::GemmLarge);
+        prop_assert_eq!(!matches!(found.planned, Planned::None), launched, "what a launch needs is planned");
         let taken = if found.joined { &all[..] } else { &all[..1] };
         let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
         prop_assert_eq!(found.kernel.takes(&caps, taken, Call::aligned(rows, asked)), Ok(()));
