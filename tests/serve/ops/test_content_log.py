@@ -103,11 +103,13 @@ def test_images_are_in_the_request_s_line(keyed: Served, place: Path) -> None:
 
 def test_refused_requests_have_lines_and_other_routes_have_none(keyed: Served, place: Path) -> None:
     assert ask(keyed, "/tokenize", {"prompt": SECRET}, "tokenized").status_code == 200
+    assert ask(keyed, "/v1/responses/input_tokens", {"input": SECRET}, "counted").status_code == 200
     assert ask(keyed, "/v1/completions", {"prompt": SECRET, "model": "nowhere"}, "refused").status_code == 404
     line = line_of(place / "content.jsonl", "refused")
     assert (line["status"], line["finish"], line["code"], line["answers"]) == (404, "rejected", "model_not_found", [])
     assert line["request"]["prompt"] == SECRET
-    assert '"tokenized"' not in (place / "content.jsonl").read_text()
+    written = (place / "content.jsonl").read_text()
+    assert not [id for id in ("tokenized", "counted") if f'"{id}"' in written]
 
 
 def test_a_client_that_leaves_has_a_line_with_what_it_got(keyed: Served, place: Path) -> None:

@@ -85,6 +85,14 @@ def test_a_request_and_its_parts_are_spans_of_the_client_s_trace(traced: Traced)
     }
 
 
+def test_counting_tokens_has_no_span(traced: Traced) -> None:
+    http, exporter = traced()
+    assert http.post("/v1/responses/input_tokens", json={"input": "a secret prompt"}).status_code == 200
+    assert complete(http) == 200
+    until(lambda: exporter.get_finished_spans())
+    assert {one.name for one in exporter.get_finished_spans() if one.parent is None} == {"text_completion scripted"}
+
+
 def test_a_refused_request_has_a_span_with_its_error(traced: Traced) -> None:
     http, exporter = traced()
     assert http.post("/v1/completions", json={"prompt": "a", "model": "nowhere"}).status_code == 404

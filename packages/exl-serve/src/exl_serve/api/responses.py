@@ -28,7 +28,7 @@ async def responses(call: Call) -> None:
 
     Raises ServeError for every fault that is known before the first token.
     """
-    fields, asked, conversation = await _read(call)
+    fields, asked, conversation = await _read(call, asks=True)
     try:
         prepared = await prepare(call, fields, conversation)
         await _serve(call, fields, asked, conversation, prepared)
@@ -75,9 +75,11 @@ async def no_response(call: Call) -> None:
     )
 
 
-async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
+async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Asked, Conversation]:
+    """Read and check the body. `asks`: it asks for an answer, so the content log and traces have the request."""
     body = await call.json(media=True)
-    call.asks("chat", body)
+    if asks:  # before the checks: a refused request is recorded too
+        call.asks("chat", body)
     fields = read_request(call, body, FIELDS, OWN)
     limits = call.state.config.server.limits
     asked = asked_of(body, fields, limits)
