@@ -99,7 +99,7 @@ def serve(
     given = {name: value for name, value in given.items() if value is not None}
     with _told():
         options |= _models_and_settings(model, config, given, set_ or [])
-        made = _load(config, options)
+        made = _load_checked(config, options)
         raise typer.Exit(_run(made, None if config is None else lambda: _load(config, options)))
 
 
@@ -107,7 +107,7 @@ def serve(
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration and its model folders; nothing is loaded."""
     with _told():
-        made = _load(file, {})
+        made = _load_checked(file, {})
         from exl_core.config.model_folder import check_model_folder
         from exl_serve.super.plans import plans
 
@@ -161,7 +161,7 @@ def ray(
 ) -> None:
     """Serve on a Ray cluster, until Ctrl-C. Needs the extra "ray" of exl-serve."""
     with _told():
-        made = _load(file, {})
+        made = _load_checked(file, {})
         from exl_serve.ray.app import check, run
 
         check(made, address)
@@ -223,6 +223,15 @@ def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
     check_bind(made)
     Authenticator(made.auth)  # the key file can be read
     check_tracing(made.otel)
+    return made
+
+
+def _load_checked(file: Path | None, options: dict[str, Any]) -> ServeConfig:
+    """Read the configuration and check the content log's file. Raises ConfigError.
+
+    A reload does not check the file: one that has become unsafe gets no lines, and the server goes on.
+    """
+    made = _load(file, options)
     if made.log.content is not None:
         from exl_serve.api.content import check_content_file
 
