@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shlex
+import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +96,19 @@ def test_a_line_holds_the_request_and_what_the_client_got(keyed: Served, place: 
     assert line_of(file, "response")["answers"] == answer.json()["output"] != []
 
 
-def test_images_are_in_the_request_s_line(keyed: Served, place: Path) -> None:
-    url = "data:image/png;base64," + "A" * 200_000
-    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
-    assert ask(keyed, "/v1/chat/completions", body, "image").status_code == 400  # the model takes none
-    assert line_of(place / "content.jsonl", "image")["request"] == body
+@pytest.mark.parametrize("shape", ["short", "long"])
+def test_a_long_image_is_logged_as_its_type_length_and_digest(keyed: Served, place: Path, shape: str) -> None:
+    url = "data:image/png;base64," + "A" * (200_000 if shape == "long" else 2_000)
+    body: Any = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    assert ask(keyed, "/v1/chat/completions", body, shape).status_code == 400  # the model takes none
+    if shape == "long":
+        digest = hashlib.sha256(url.encode()).hexdigest()
+        body["messages"][0]["content"][0]["image_url"]["url"] = {
+            "type": "image/png",
+            "length": len(url),
+            "sha256": digest,
+        }
+    assert line_of(place / "content.jsonl", shape)["request"] == body
 
 
 def test_refused_requests_have_lines_and_other_routes_have_none(keyed: Served, place: Path) -> None:
@@ -112,23 +122,30 @@ def test_refused_requests_have_lines_and_other_routes_have_none(keyed: Served, p
     assert not [id for id in ("tokenized", "counted") if f'"{id}"' in written]
 
 
-def test_a_client_that_leaves_has_a_line_with_what_it_got(keyed: Served, place: Path) -> None:
-    body = {"prompt": SECRET, "max_tokens": 1000, "stream": True, "ignore_eos": True}
-    headers = {"x-api-key": KEY, "x-request-id": "left"}
-    with httpx.stream("POST", f"{keyed.url}/v1/completions", json=body, headers=headers, timeout=SECONDS) as stream:
-        next(stream.iter_lines())
-    line = line_of(place / "content.jsonl", "left")
-    assert line["answers"][0]["text"]
-    assert line["finish"] in ("abort", "length")  # the free engine may be faster than the client
-
-
 def test_content_is_in_its_file_alone(keyed: Served, place: Path) -> None:
-    assert ask(keyed, "/v1/completions", {"prompt": SECRET, "max_tokens": 2}, "logged").status_code == 200
-    assert line_of(place / "content.jsonl", "logged")["request"]["prompt"] == SECRET
-    until(lambda: '"id": "logged"' in keyed.log, lambda: keyed.log)
-    assert SECRET not in keyed.log
+    chat = {"messages": [{"role": "user", "content": SECRET}], "ignore_eos": True}
+    asked: dict[str, tuple[str, dict[str, Any], int]] = {
+        "plain": ("/v1/completions", {"prompt": SECRET, "ignore_eos": True, "max_tokens": 40}, 200),
+        "stream": ("/v1/chat/completions", {**chat, "max_tokens": 40, "stream": True}, 200),
+        "items": ("/v1/responses", {"input": SECRET, "max_output_tokens": 40}, 200),
+        "roles": ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}, 400),
+    }
+    told = []
+    for id, (path, body, status) in asked.items():
+        assert ask(keyed, path, body, id).status_code == status
+        told += [text for one in line_of(place / "content.jsonl", id)["answers"] for text in texts_of(one)]
+        until(lambda id=id: f'"id": "{id}"' in keyed.log, lambda: keyed.log)  # type: ignore[misc]
+    assert len(told) == 3
+    assert all(len(text) > 20 for text in told)
+    # JSON escapes characters, so words are looked for as well.
+    assert not [text for text in (SECRET, *told) if text in keyed.log or json.dumps(text)[1:-1] in keyed.log]
     assert f"prompts and answers are written to {place / 'content.jsonl'}" in keyed.log
     assert KEY not in (place / "content.jsonl").read_text()
+
+
+def texts_of(answer: dict[str, Any]) -> list[str]:
+    """The texts of one of a line's answers: a choice, or an item of a response."""
+    return [answer["text"]] if "text" in answer else [part["text"] for part in answer.get("content", [])]
 
 
 def test_a_file_that_becomes_unsafe_gets_no_more_lines(keyed: Served, place: Path) -> None:
@@ -145,6 +162,27 @@ def test_a_file_that_becomes_unsafe_gets_no_more_lines(keyed: Served, place: Pat
     assert ask(keyed, "/v1/completions", {"prompt": "Once", "max_tokens": 2}, "after").status_code == 200
     assert line_of(file, "after")["status"] == 200
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_an_unsafe_file_stops_no_worker_and_no_reload(tmp_path: Path, served: Callable[..., Served]) -> None:
+    file, config = tmp_path / "content.jsonl", tmp_path / "serve.toml"
+    config.write_text(f'log.content = "{file}"\n{MODEL}')
+    server = served("--config", str(config)).up()
+    assert server.complete().status_code == 200
+    until(file.exists)
+    file.chmod(0o644)
+    (worker,) = server.children("exl_serve.api")
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: server.children("exl_serve.api") not in ([], [worker]), lambda: server.log)
+    until(lambda: server.get("/health/ready") == 200, lambda: server.log)
+    size = file.stat().st_size
+    assert [server.complete().status_code for _ in range(3)] == [200] * 3
+    until(lambda: "its content was not logged" in server.log, lambda: server.log)
+    config.write_text(f'log.content = "{file}"\nserver.limits.max_plain_body_bytes = 1024\n{MODEL}')
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: server.complete(prompt="a" * 2000).status_code == 413, lambda: server.log)
+    assert server.log.count("its content was not logged") == 1
+    assert file.stat().st_size == size
 
 
 def refusal(file: Path) -> str:

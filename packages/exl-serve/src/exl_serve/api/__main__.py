@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +40,7 @@ log = logging.getLogger("exl_serve")
 
 SWITCH_SECONDS = 0.0002
 TICK_SECONDS = 1.0
+CANCEL_SECONDS = 1.0
 KNOWN_SECONDS = 5.0
 """One of several workers accepts no connections for so long, until it has read the models' tokenizers."""
 
@@ -115,12 +117,21 @@ async def _serve(start: link.WorkerStart) -> None:
     await server.serve([listener])
     for task in tasks:
         task.cancel()
+    await _cancelled(server.server_state.tasks)
     await state.media.close()
     if state.content is not None:
-        state.content.close()
+        await state.content.close()
     if state.tracing is not None:
         state.tracing.close()
     connection.close()
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
+    """End the requests that a forced exit has left, so that the content log and traces have them."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(list(tasks), timeout=CANCEL_SECONDS)
 
 
 async def _tell_ready(models: WorkerModels, connection: Link) -> None:

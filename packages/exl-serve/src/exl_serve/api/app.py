@@ -161,10 +161,19 @@ async def _handle(
         log.exception("request %s failed", call.id)
         await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
     finally:
+        _record(call)
+
+
+def _record(call: Call) -> None:
+    """Hand a request that asked for an answer to the content log and to the traces. An error of theirs is logged."""
+    state = call.state
+    try:
+        if state.content is not None and call.asked is not None:
+            state.content.write(_content(call), call.size)
         if state.tracing is not None and call.operation:
             state.tracing.record(call)
-        if state.content is not None and call.asked is not None:
-            await state.content.write(_content(call))
+    except Exception:
+        log.exception("request %s: its end was not recorded", call.id)
 
 
 def _content(call: Call) -> dict[str, Any]:

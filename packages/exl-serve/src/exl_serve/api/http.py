@@ -29,7 +29,7 @@ class Call:
 
     __slots__ = (
         "_receive", "_send", "_watching", "answers", "asked", "began", "caller", "headers", "id", "line", "model",
-        "operation", "phases", "scope", "started", "state", "status", "submitted", "user",
+        "operation", "phases", "scope", "size", "started", "state", "status", "submitted", "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -51,6 +51,8 @@ class Call:
         #: body of a request for an answer, and the answers: for the content log
         self.asked: Mapping[str, Any] | None = None
         self.answers: Sequence[Any] = ()
+        #: bytes of the body
+        self.size = 0
         #: what a request for an answer asks for, as traces name it: chat, text_completion; else ""
         self.operation = ""
         #: name, begin and end (time.monotonic) of what was done before the engine had the request: for traces
@@ -125,6 +127,7 @@ class Call:
         data, limits = await self.body(media=media), self.state.config.server.limits
         if optional and not data:
             return {}
+        self.size = len(data)
         if len(data) > LARGE_BODY:
             return await asyncio.to_thread(read_json, data, limits)
         return read_json(data, limits)

@@ -59,7 +59,7 @@ class Application:
             assert message["type"] == "lifespan.shutdown"
             await self._state.media.close()
             if self._state.content is not None:
-                self._state.content.close()
+                await self._state.content.close()
             if self._state.tracing is not None:
                 self._state.tracing.close()
             await send({"type": "lifespan.shutdown.complete"})
