@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import http.client
 import json
 import os
+import random
 import re
 import threading
 import zlib
@@ -24,6 +26,7 @@ import pytest
 from exl_core.tokenizer import TextTokenizer
 from exl_core.tokenizer.conversation import conversation_ids
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.api.content import ContentLog
 from exl_serve.config.model import Media, ModelConfig, ServeConfig
 from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
@@ -32,7 +35,7 @@ from exl_serve.request.internal import MediaRef
 from exl_serve.request.messages import ImagePart
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
-from exl_serve.testing.waiting import HANG_SECONDS
+from exl_serve.testing.waiting import HANG_SECONDS, until
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -100,6 +103,29 @@ def live(engine: EngineThread, folder: Path, scripted: EngineThread, tmp_path_fa
 @pytest.fixture(scope="module")
 def client(live: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0)
+
+
+def test_the_content_log_has_the_digest_of_an_image_that_was_answered(
+    live: LiveServer, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    file = tmp_path / "content.jsonl"
+    assert live.state is not None
+    live.state.content = ContentLog(file)
+    try:
+        image = png(Image.frombytes("RGB", (150, 150), random.Random(0).randbytes(150 * 150 * 3)))
+        answer = ask(client, user("What is it?", part(image)))
+        until(lambda: file.exists() and file.read_bytes().endswith(b"\n"))  # written after the answer
+    finally:
+        asyncio.run(live.state.content.close())
+        live.state.content = None
+    found = json.loads(file.read_text())
+    whole = url(image)
+    digest = hashlib.sha256(whole.encode()).hexdigest()
+    assert found["request"]["messages"][0]["content"][1]["image_url"]["url"] == {
+        "type": "image/png", "length": len(whole), "sha256": digest,
+    }  # fmt: skip
+    assert found["answers"][0]["text"] == answer.choices[0].message.content
+    assert found["status"] == 200
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:

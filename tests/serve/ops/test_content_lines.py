@@ -18,13 +18,25 @@ from held import Held
 
 from exl_generate import bundled
 from exl_serve.api import content
+from exl_serve.api.__main__ import end_requests
+from exl_serve.api.app import create_app
 from exl_serve.api.content import ContentLog
-from exl_serve.config.model import ModelConfig
+from exl_serve.api.state import AppState, Caller
+from exl_serve.config.model import ModelConfig, ServeConfig
+from exl_serve.metrics import NoMeter
 from exl_serve.testing.local import EngineThread
-from exl_serve.testing.server import LiveServer
-from exl_serve.testing.waiting import until
+from exl_serve.testing.server import LiveServer, LocalHandle, LocalModels
+from exl_serve.testing.waiting import HANG_SECONDS, until
 
 MODEL = ModelConfig(id="scripted", path=str(bundled.default_model_dir()))
+
+
+SCOPE: dict[str, Any] = {
+    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+    "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+    "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+    "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+}  # fmt: skip
 
 
 def line(id: str, **more: Any) -> dict[str, Any]:
@@ -194,6 +206,40 @@ def test_a_client_that_leaves_has_a_line_with_what_it_got(
     assert (found["status"], found["finish"], found["request"]) == (499, "abort", body)
     assert found["answers"][0]["text"].startswith(first["choices"][0]["text"])
     assert first["choices"][0]["text"]
+
+
+def test_a_request_that_the_end_of_a_worker_cuts_off_has_a_line(scripted: EngineThread, tmp_path: Path) -> None:
+    file = tmp_path / "content.jsonl"
+    body = {"prompt": "hm", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+    async def end() -> None:
+        handle = LocalHandle(scripted, MODEL)
+        state = AppState(ServeConfig(), LocalModels([handle]), NoMeter(), lambda scope, needed: Caller())
+        state.content = ContentLog(file)
+        blocked = asyncio.Event()
+        bodies = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive() -> Any:
+            return next(bodies, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":  # a client that reads nothing
+                blocked.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(create_app(state)(SCOPE, receive, send))
+        try:
+            async with asyncio.timeout(HANG_SECONDS):
+                await blocked.wait()
+            await end_requests([task])
+            await state.content.close()
+        finally:
+            await handle.close()
+
+    asyncio.run(end())
+    found = json.loads(file.read_text())
+    assert (found["request"], found["route"]) == (body, "/v1/completions")
+    assert found["answers"][0]["text"]
 
 
 def test_an_error_of_traces_costs_neither_line_nor_answer(

@@ -34,7 +34,7 @@ from exl_serve.media.reader import MediaReader
 from exl_serve.super import link
 from exl_serve.super.logs import request_logger, set_up
 
-__all__ = ["main"]
+__all__ = ["end_requests", "main"]
 
 log = logging.getLogger("exl_serve")
 
@@ -117,7 +117,7 @@ async def _serve(start: link.WorkerStart) -> None:
     await server.serve([listener])
     for task in tasks:
         task.cancel()
-    await _cancelled(server.server_state.tasks)
+    await end_requests(server.server_state.tasks)
     await state.media.close()
     if state.content is not None:
         await state.content.close()
@@ -126,7 +126,7 @@ async def _serve(start: link.WorkerStart) -> None:
     connection.close()
 
 
-async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
+async def end_requests(tasks: Collection[asyncio.Task[None]]) -> None:
     """End the requests that a forced exit has left, so that the content log and traces have them."""
     for task in tasks:
         task.cancel()
