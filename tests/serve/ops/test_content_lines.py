@@ -48,7 +48,7 @@ def ids_of(file: Path) -> list[str]:
 
 
 class Disk:
-    """A disk that stands still until `go` is set."""
+    """A disk that hangs until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.reached = threading.Event(), threading.Event()
@@ -79,9 +79,7 @@ def file_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_stands_still_takes_bounded_memory(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hung_disk_takes_bounded_memory(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "content.jsonl"
     made = ContentLog(file)
     size = content.QUEUED_BYTES // 2 - 2 * content.LINE_BYTES
