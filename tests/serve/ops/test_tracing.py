@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,9 +18,11 @@ from served import SECONDS, Served
 from typer.testing import CliRunner
 
 from exl_generate import bundled
+from exl_generate.dynamic.times import JobTimes
 from exl_serve.api.tracing import Tracing
 from exl_serve.cli import app
 from exl_serve.config.model import ModelConfig, Otel
+from exl_serve.engine import compiling
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import until
@@ -68,7 +71,7 @@ def test_a_request_and_its_parts_are_spans_of_the_client_s_trace(traced: Traced)
     times = [moment for one in parts for moment in (one.start_time, one.end_time)]
     assert times == sorted(times)
     assert request.start_time == times[0]
-    assert times[-1] <= request.end_time + 1_000_000  # the engine's clock is another one
+    assert times[-1] <= request.end_time
     attributes = dict(request.attributes)
     assert attributes.pop("gen_ai.usage.input_tokens") > 0
     assert attributes == {
@@ -91,6 +94,55 @@ def test_counting_tokens_has_no_span(traced: Traced) -> None:
     assert complete(http) == 200
     until(lambda: exporter.get_finished_spans())
     assert {one.name for one in exporter.get_finished_spans() if one.parent is None} == {"text_completion scripted"}
+
+
+def spans_of(exporter: Any, count: int) -> dict[str, Any]:
+    until(lambda: len(exporter.get_finished_spans()) == count)
+    return {one.name: one for one in exporter.get_finished_spans()}
+
+
+def seconds(span: Any) -> float:
+    return float(span.end_time - span.start_time) / 1e9
+
+
+def test_the_engine_s_spans_are_of_one_choice(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice waits while another decodes: the longest wait and the longest decoding are of two choices."""
+    phases = iter([(0.01, 0.02, 9.0), (9.0, 0.03, 0.5)])
+    monkeypatch.setattr(JobTimes, "phases", lambda _: next(phases))
+    http, exporter = traced()
+    body = {"prompt": ["a", "b"], "max_tokens": 4, "ignore_eos": True}
+    told = http.post("/v1/completions", json=body, headers={"x-exl-debug": "1"}).json()["exl"]["timings"]
+    assert (told["queue_seconds"], told["prefill_seconds"], told["generate_seconds"]) == (9.0, 0.03, 0.5)
+    spans = spans_of(exporter, 6)
+    assert [round(seconds(spans[name]), 3) for name in ("queue", "prefill", "decode")] == [9.0, 0.03, 0.5]
+    assert spans["decode"].end_time <= spans["text_completion scripted"].end_time
+
+
+def test_a_phase_of_a_microsecond_has_a_span(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JobTimes, "phases", lambda _: (2e-6, 0.0, 3e-6))
+    http, exporter = traced()
+    assert complete(http) == 200
+    assert set(spans_of(exporter, 5)) == {"admit", "tokenise", "queue", "decode", "text_completion scripted"}
+
+
+def test_the_compilation_of_a_grammar_has_a_span_before_the_queue(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[float] = []
+
+    def compile_slowly(*_: Any) -> list[Any]:
+        time.sleep(0.2)
+        compiled.append(time.time() * 1e9)
+        return []
+
+    monkeypatch.setattr(compiling, "compile_constraints", compile_slowly)
+    http, exporter = traced()
+    body = {"prompt": "a", "max_tokens": 4, "ignore_eos": True, "regex_pattern": "[a-z]+"}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    spans = spans_of(exporter, 7)
+    assert seconds(spans["grammar"]) >= 0.2
+    assert spans["queue"].start_time >= compiled[0] - 1_000_000  # two clocks are compared
+    assert spans["decode"].end_time <= spans["text_completion scripted"].end_time
 
 
 def test_a_refused_request_has_a_span_with_its_error(traced: Traced) -> None:

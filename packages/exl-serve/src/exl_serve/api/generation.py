@@ -14,7 +14,7 @@ import msgspec
 
 from exl_serve.api.http import Call
 from exl_serve.engine.client import EngineClient, RunningRequest
-from exl_serve.engine.events import EngineEvent, Tokens
+from exl_serve.engine.events import EngineEvent, Finished, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.metrics import Gaps
 from exl_serve.request.internal import EngineRequest, MediaRef
@@ -64,6 +64,8 @@ class Generation:
         self.writes = 0
         #: the engine has begun with it
         self.started = False
+        #: time.monotonic() at which the last end of a choice arrived
+        self.ended: float | None = None
 
     @property
     def constrained(self) -> bool:
@@ -146,6 +148,8 @@ class Generation:
             if isinstance(event, Tokens):
                 self.generated += len(event.ids)
                 self.gaps.take(base + event.choice, time.monotonic(), len(event.ids))
+            elif isinstance(event, Finished):
+                self.ended = time.monotonic()
             for found in machines[base + event.choice].feed(event):
                 put(found)
 
@@ -186,13 +190,12 @@ async def serve(
             async with AsyncExitStack() as files:
                 decoding = files.enter_async_context(call.state.media.decoded(images, call.state.config.media))
                 media = await generation.prepare(decoding)
-                call.submitted = time.monotonic()
                 await generation.submit(media or ())
         else:
-            call.submitted = began
             await generation.submit()
             if generation.constrained:
                 waited = time.monotonic() - began
+                call.phase("grammar", began)
                 call.state.meter.observe("exl_grammar_compile_seconds", waited, model_name=call.model)
         if stream:
             await _stream(call, generation, answer, interval)
@@ -346,6 +349,7 @@ def _account(
     reason = "abort" if left else "error" if error is not None else (answer.choices[0].finish or "abort")
     if refused is not None and not generation.started:
         return  # a rejected request: `exl_rejected_total` counts it
+    _trace(call, generation, answer)
     _measure(call, generation, answer, began, left, reason)
     usage = answer.usage()
     call.log(
@@ -366,6 +370,21 @@ def _account(
             "user": call.user,
         }
     )
+
+
+def _trace(call: Call, generation: Generation, answer: Answer) -> None:
+    """Note the engine's phases, which follow one another, of the choice that ended last.
+
+    They are placed by their end: what an engine does before it queues a choice takes time that it does not report.
+    """
+    ended = generation.ended
+    if ended is None or call.state.tracing is None:
+        return
+    began = ended - sum(answer.timings().values())
+    for name, seconds in zip(("queue", "prefill", "decode"), answer.timings().values(), strict=True):
+        if seconds:
+            call.phases.append((name, began, began + seconds))
+        began += seconds
 
 
 def _measure(call: Call, generation: Generation, answer: Answer, began: float, left: bool, reason: str) -> None:

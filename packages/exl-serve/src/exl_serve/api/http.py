@@ -29,7 +29,7 @@ class Call:
 
     __slots__ = (
         "_receive", "_send", "_watching", "answers", "asked", "began", "caller", "headers", "id", "line", "model",
-        "operation", "phases", "scope", "size", "started", "state", "status", "submitted", "user",
+        "operation", "phases", "scope", "size", "started", "state", "status", "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -55,10 +55,8 @@ class Call:
         self.size = 0
         #: what a request for an answer asks for, as traces name it: chat, text_completion; else ""
         self.operation = ""
-        #: name, begin and end (time.monotonic) of what was done before the engine had the request: for traces
+        #: name, begin and end (time.monotonic) of the request's parts: for traces
         self.phases: list[tuple[str, float, float]] = []
-        #: time.monotonic() at which the engine got the request
-        self.submitted: float | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from exl_serve.config.load import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from exl_serve.api.http import Call
     from exl_serve.config.model import Otel
 
@@ -44,8 +42,8 @@ def check_tracing(config: Otel) -> None:
 class Tracing:
     """Makes the spans of each request when it has ended, from times that were taken on the way.
 
-    A request is a server span with the parts admit, tokenise, queue, prefill and decode, under the span that the
-    client's `traceparent` names. Spans hold names and numbers, no prompts and answers.
+    A request is a server span with the parts admit, tokenise, grammar, queue, prefill and decode, under the span that
+    the client's `traceparent` names. Spans hold names and numbers, no prompts and answers.
     """
 
     def __init__(self, config: Otel, exporter: Any = None) -> None:
@@ -91,7 +89,7 @@ class Tracing:
         )
         if request.is_recording():
             context = set_span_in_context(request)
-            for name, began, ended in (*call.phases, *_of_engine(call)):
+            for name, began, ended in call.phases:
                 self._tracer.start_span(name, context=context, start_time=at(began)).end(at(ended))
             line = call.line or {}
             if line.get("code") is not None and line["status"] >= 500:
@@ -121,14 +119,3 @@ def _attributes(call: Call) -> dict[str, Any]:
         "exl.request.id": call.id,
     }
     return {name: value for name, value in found.items() if value is not None and value != ""}
-
-
-def _of_engine(call: Call) -> Iterator[tuple[str, float, float]]:
-    """Yield name, begin and end of the engine's phases, which follow one another, of the slowest choice."""
-    line, began = call.line or {}, call.submitted
-    if began is None:
-        return
-    for name, seconds in ENGINE_PHASES:
-        if line.get(seconds):
-            yield name, began, began + line[seconds]
-            began += line[seconds]

@@ -224,12 +224,10 @@ class Answer:
         return list(self._usages.values())
 
     def timings(self) -> dict[str, float]:
-        """Return the seconds of the slowest choice."""
-        usages = self._usages.values()
-        return {
-            name: max((getattr(usage, name) for usage in usages), default=0.0)
-            for name in ("queue_seconds", "prefill_seconds", "generate_seconds")
-        }
+        """Return the seconds of the choice that ended last; 0 for a phase that it did not reach."""
+        last = next(reversed(self._usages.values()), None)
+        names = ("queue_seconds", "prefill_seconds", "generate_seconds")
+        return {name: 0.0 if last is None else getattr(last, name) for name in names}
 
     def _token(self, token: int) -> str:
         """Return how log-probabilities name a token."""
@@ -251,7 +249,7 @@ class Answer:
         choice.finish, choice.stop = event.reason, event.stop
         choice.logprobs += event.logprobs
         choice.ids += event.ids
-        self._usages[event.choice] = event.usage
+        self._usages[event.choice] = event.usage  # in the order in which the choices end
         self._reasoning_tokens += event.reasoning_tokens
 
     def _chunk(self, choice: dict[str, Any], new_tokens: int = 0) -> dict[str, Any]:
