@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from exl_generate import bundled
 from exl_generate.dynamic.times import JobTimes
+from exl_serve.api import tracing
 from exl_serve.api.tracing import Tracing
 from exl_serve.cli import app
 from exl_serve.config.model import ModelConfig, Otel
@@ -143,6 +144,22 @@ def test_the_compilation_of_a_grammar_has_a_span_before_the_queue(
     assert seconds(spans["grammar"]) >= 0.2
     assert spans["queue"].start_time >= compiled[0] - 1_000_000  # two clocks are compared
     assert spans["decode"].end_time <= spans["text_completion scripted"].end_time
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.1)
+    answers, ended = threading.Event(), threading.Event()
+
+    class Exporter(memory.InMemorySpanExporter):  # type: ignore[misc, name-defined]
+        def shutdown(self) -> None:
+            answers.wait(30)
+            ended.set()
+
+    Tracing(Otel(endpoint="http://127.0.0.1:9"), Exporter()).close()
+    assert not ended.is_set(), "the end waited for the collector"
+    answers.set()
+    assert ended.wait(30), "the last spans were not exported"
 
 
 def test_a_refused_request_has_a_span_with_its_error(traced: Traced) -> None:

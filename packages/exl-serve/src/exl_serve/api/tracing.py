@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "check_tracing"]
 
+log = logging.getLogger(__name__)
+
 EXPORT_SECONDS = 5.0
-"""An export that takes longer fails: the end of a server waits for the last one."""
-ENGINE_PHASES = (("queue", "queue_seconds"), ("prefill", "prefill_seconds"), ("decode", "generate_seconds"))
+"""An export that takes longer fails. The end of a server waits no longer than this for the last spans."""
 
 
 def check_tracing(config: Otel) -> None:
@@ -97,8 +100,13 @@ class Tracing:
         request.end(at(time.monotonic()))
 
     def close(self) -> None:
-        """Export the last spans."""
-        self._provider.shutdown()
+        """Export the last spans; give up those that a slow collector has not taken after `EXPORT_SECONDS`."""
+        # The exporter's own limit is for each of up to four exports. A daemon thread does not hold up the process.
+        ending = threading.Thread(target=self._provider.shutdown, name="exl-traces", daemon=True)
+        ending.start()
+        ending.join(EXPORT_SECONDS)
+        if ending.is_alive():
+            log.warning("the last spans were given up: the collector did not take them in %g s", EXPORT_SECONDS)
 
 
 def _attributes(call: Call) -> dict[str, Any]:
