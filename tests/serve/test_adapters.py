@@ -96,6 +96,26 @@ def test_tabbyapi_s_body_loads_adapters_by_the_names_of_their_folders(http: http
     assert http.get("/v1/lora/list").json()["data"] == []
 
 
+def test_all_adapters_are_unloaded_or_none(
+    http: httpx.Client, engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body: dict[str, Any] = {"loras": [{"name": "first"}, {"name": "second"}]}
+    assert http.post("/v1/lora/load", json=body).json()["success"] == ["first", "second"]
+    held = Held(engine, monkeypatch, steps=3)
+    body = {"model": "fable:second", "prompt": "Once", "max_tokens": 40, "stream": True, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=http.base_url, timeout=120) as operator:
+            answer = operator.post("/v1/lora/unload", json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+            assert [one["id"] for one in operator.get("/v1/lora/list").json()["data"]] == ["first", "second"]
+        held.release()
+        assert "data: [DONE]" in list(lines)
+    assert http.post("/v1/lora/unload", json={}).json() == {"success": ["first", "second"]}
+    assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["fable"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -134,16 +134,14 @@ def _loras(value: Any) -> list[tuple[str, float]]:
 
 
 async def unload_lora(call: Call) -> None:
-    """Unload all adapters of a model, or with `lora_name` the one of that name."""
+    """Unload all adapters of a model, or none where requests use one; with `lora_name` the one of that name."""
     body = await call.json(optional=True)
     engine = await handle_of(call, body).engine()
     if "lora_name" in body:
         await call.answer(200, await engine.control("unload_adapter", name=text_of(body, "lora_name")))
         return
-    names = list((await engine.control("adapters"))["adapters"])
-    for name in names:
-        await engine.control("unload_adapter", name=name)
-    await call.answer(200, {"success": names})
+    told = await engine.control("unload_adapters")
+    await call.answer(200, {"success": told["names"]})
 
 
 async def permission(call: Call) -> None:

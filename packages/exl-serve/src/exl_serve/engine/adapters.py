@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ class Adapters:
         if before is not None:
             before.unload()
         return {"name": name}
+
+    def unload_all(self, using: Callable[[str], int]) -> dict[str, Any]:
+        """Unload all adapters, or none: raises ServeError 409 while requests use one. `using` counts these by name."""
+        for name in self._loaded:
+            if used := using(name):
+                raise _in_use(name, used)
+        names = self.names()
+        for name in names:
+            self.unload(name, 0)
+        return {"names": names}
 
     def unload(self, name: str, used: int) -> dict[str, Any]:
         """Unload an adapter. Raises ServeError 404 and, while requests use it, 409."""

@@ -116,7 +116,9 @@ class EngineClient(Protocol):
         """
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
-        """Run an operator's call: load_adapter, unload_adapter, reset_cache, drain, stats. Raises `ServeError`."""
+        """Run an operator's call: load_adapter, unload_adapter, unload_adapters, reset_cache and others. Raises
+        `ServeError`.
+        """
 
     async def close(self) -> None:
         """Cancel this client's running requests, and disconnect."""

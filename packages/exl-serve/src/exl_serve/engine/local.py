@@ -166,7 +166,7 @@ class LocalEngine:
             found: dict[str, Any] = await answered
         finally:
             self._answers.pop(tag, None)
-        if name in ("load_adapter", "unload_adapter"):
+        if name in ("load_adapter", "unload_adapter", "unload_adapters"):
             await self._refresh_card()
         return found
 

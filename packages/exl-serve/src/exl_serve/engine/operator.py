@@ -46,6 +46,8 @@ class Operator:
             return self._adapters.load(str(parameters["name"]), path, used, scaling=scaling)
         if name == "unload_adapter":
             return self._adapters.unload(str(parameters["name"]), self._using(parameters["name"]))
+        if name == "unload_adapters":
+            return self._adapters.unload_all(self._using)
         if name == "adapters":
             return {"adapters": dict(self._adapters.scalings)}
         if name == "reset_cache":
