@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 from held import Held
 from lora_folder import write_adapter
 
+from exl_core import ExLlamaV2Lora
 from exl_serve.config.model import ModelConfig
+from exl_serve.engine.adapters import Adapters
+from exl_serve.errors import ServeError
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
@@ -84,7 +88,8 @@ def test_tabbyapi_s_body_loads_adapters_by_the_names_of_their_folders(http: http
     assert answer.status_code == 200, answer.text
     told = answer.json()
     assert (told["success"], told["failure"]) == (["first", "second"], ["nowhere"])
-    assert "'nowhere'" in told["errors"]["nowhere"]
+    assert told["errors"]["nowhere"]["code"] == "adapter_not_found"
+    assert "'nowhere'" in told["errors"]["nowhere"]["message"]
     listed = http.get("/v1/lora/list").json()["data"]
     assert {one["id"]: one["scaling"] for one in listed} == {"first": 0.5, "second": 1.0}
     half = complete(http, "first")
@@ -116,6 +121,19 @@ def test_all_adapters_are_unloaded_or_none(
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["fable"]
 
 
+def test_an_engine_that_fails_is_no_failure_of_an_adapter(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ExLlamaV2Lora.from_directory
+
+    def fail(model: Any, folder: str, scaling: float) -> Any:
+        if Path(folder).name == "second":
+            raise RuntimeError("the device is lost")
+        return read(model, folder, scaling)
+
+    monkeypatch.setattr(ExLlamaV2Lora, "from_directory", fail)
+    answer = http.post("/v1/lora/load", json={"loras": [{"name": "first"}, {"name": "second"}]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -128,21 +146,67 @@ def test_all_adapters_are_unloaded_or_none(
         ({"loras": [{"name": "first", "scaling": "1"}]}, "loras[0].scaling"),
         ({"loras": [{"name": "first", "scaling": 101}]}, "loras[0].scaling"),
         ({"loras": [{"name": "first"}], "lora_name": "a"}, "loras"),
+        ({"loras": [{"name": "first"}], "lora_path": "a"}, "loras"),
+        ({"loras": [{"name": "first"}], "load_inplace": True}, "loras"),
         ({"loras": [{"name": "first"}], "skip_queue": True}, "skip_queue"),
+        ({"loras": [{"name": "first"}], "skip_queue": "false"}, "skip_queue"),
+        ({"loras": [{"name": "first"}, {"name": "second", "scale": 0.5}]}, "loras[1].scale"),
     ],
 )
-def test_a_body_of_tabbyapi_that_is_wrong_loads_nothing(server: LiveServer, body: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/lora/load", json={"model": "fable", **body}, timeout=120)
+def test_a_body_of_tabbyapi_that_is_wrong_loads_nothing(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/lora/load", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert http.get("/v1/lora/list").json()["data"] == []
 
 
-def test_names_lead_out_of_no_folder(http: httpx.Client, fable: EngineThread, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [".", "..", "../{outside}", "/{outside}", "./first", "a/../first", "a\\b", "a\0b", "a:b"]
+)
+def test_a_name_that_is_a_path_is_refused_whatever_is_there(
+    http: httpx.Client, fable: EngineThread, tmp_path: Path, name: str
+) -> None:
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    given = name.format(outside=str(outside).lstrip("/") if name.startswith("/") else outside.name)
+    body = {"loras": [{"name": "second"}, {"name": given}]}
+    before = http.post("/v1/lora/load", json=body)
+    assert (before.status_code, before.json()["error"]["param"]) == (400, "loras[1].name")
     write_adapter(outside, fable)
+    assert http.post("/v1/lora/load", json=body).json() == before.json()
+    assert http.get("/v1/lora/list").json()["data"] == []
+
+
+@pytest.mark.parametrize("name", ["a" * 129, "\u00e9" * 128])
+def test_a_name_that_no_folder_can_have_is_refused(http: httpx.Client, name: str) -> None:
+    """Two-byte letters: file systems limit the bytes of a name."""
+    error = http.post("/v1/lora/load", json={"loras": [{"name": name}]})
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "loras[0].name")
+    assert str(len(name.encode())) in error.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("a" * 5000, 404), ("a\0b", 400)])
+def test_a_path_that_no_folder_can_have_is_refused(http: httpx.Client, tmp_path: Path, path: str, status: int) -> None:
+    body = json.dumps({"lora_name": "a", "lora_path": f"{tmp_path}/{path}"})
+    answer = http.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+
+
+def test_the_engine_checks_the_names_of_folders_itself(fable: EngineThread, tmp_path: Path) -> None:
+    """Another program may send the engine calls."""
+    model = ModelConfig(id="fable", path=fable.card.folder, device="cpu", adapter_roots=(str(tmp_path),))
+    with pytest.raises(ServeError) as caught:
+        Adapters(None, model).load("../outside", None)
+    assert (caught.value.status, caught.value.param) == (400, "loras")
+
+
+def test_links_lead_out_of_no_folder(http: httpx.Client, fable: EngineThread, tmp_path: Path) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
     (tmp_path / "link").symlink_to(outside)
     (tmp_path / "empty").mkdir()
-    names = [f"../{outside.name}", str(outside), "link", "empty", "a\0b"]
-    told = http.post("/v1/lora/load", json={"loras": [{"name": name} for name in names]}).json()
-    assert told["failure"] == names
+    body = {"loras": [{"name": "link"}, {"name": "empty"}]}
+    before = http.post("/v1/lora/load", json=body).json()
+    write_adapter(outside, fable)
+    told = http.post("/v1/lora/load", json=body).json()
+    assert told == before
+    codes = {name: error["code"] for name, error in told["errors"].items()}
+    assert codes == {"link": "adapter_root", "empty": "adapter_not_found"}
     assert http.get("/v1/lora/list").json()["data"] == []
-    assert [("outside of the folders" in told["errors"][name]) for name in names] == [True, True, True, False, False]

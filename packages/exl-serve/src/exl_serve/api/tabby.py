@@ -8,8 +8,9 @@ from typing import Any
 from exl_serve.api.admin import handle_of, load_one, text_of
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
+from exl_serve.engine.adapters import check_folder_name
 from exl_serve.errors import ServeError
-from exl_serve.request.rules import number
+from exl_serve.request.rules import boolean, number
 from exl_serve.stream.chunks import sse
 
 __all__ = [
@@ -101,18 +102,21 @@ async def load_lora(call: Call) -> None:
     if "loras" not in body:
         await load_one(call, body)
         return
-    if "lora_name" in body:
-        raise ServeError.invalid("loras and lora_name exclude each other: leave one out", "loras")
-    if body.get("skip_queue"):
+    for other in ("lora_name", "lora_path", "load_inplace"):
+        if other in body:
+            raise ServeError.invalid(f"loras and {other} exclude each other: leave one out", "loras")
+    if body.get("skip_queue") is not None and boolean("skip_queue", body["skip_queue"]):
         raise ServeError.unsupported("skip_queue", "skip_queue is not offered: an adapter in use is not replaced")
     wanted = _loras(body["loras"])
     engine = await handle_of(call, body).engine()
-    errors: dict[str, str] = {}
+    errors: dict[str, dict[str, str]] = {}
     for name, scaling in wanted:
         try:
             await engine.control("load_adapter", name=name, path=None, scaling=scaling, inplace=True)
         except ServeError as error:
-            errors[name] = error.message
+            if error.status >= 500:  # the engine failed, which is not the adapter's fault
+                raise
+            errors[name] = {"code": error.code, "message": error.message}
     loaded = [name for name, _ in wanted if name not in errors]
     await call.answer(200, {"success": loaded, "failure": list(errors), "errors": errors})
 
@@ -125,9 +129,13 @@ def _loras(value: Any) -> list[tuple[str, float]]:
     for at, one in enumerate(value):
         if not isinstance(one, dict):
             raise ServeError.invalid(f"loras[{at}] must be an object with name and scaling", "loras")
+        for key in one:
+            if key not in ("name", "scaling"):
+                param = f"loras[{at}].{key[:64]}"
+                raise ServeError.invalid(f"{param} is unknown: leave it out", param, "unknown_parameter")
         given = one.get("scaling")
         scaling = 1.0 if given is None else SCALING(f"loras[{at}].scaling", given)
-        found.append((text_of(one, "name"), scaling))
+        found.append((check_folder_name(f"loras[{at}].name", text_of(one, "name")), scaling))
     if len({name for name, _ in found}) < len(found):
         raise ServeError.invalid("loras names an adapter twice: name each once", "loras")
     return found

@@ -10,7 +10,34 @@ from typing import Any
 from exl_serve.config.model import ModelConfig
 from exl_serve.errors import ServeError
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "check_folder_name"]
+
+MAX_NAME, MAX_NAME_BYTES = 128, 255
+"""Most characters and bytes of an adapter's name. File systems take no longer names of folders."""
+
+
+def check_folder_name(param: str, name: str) -> str:
+    """Return a name if it can be the name of a folder. Raises ServeError 400.
+
+    A name that is a path would find folders outside of those that the operator allows, or one adapter under many names.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise ServeError.invalid(f"{param} holds a lone surrogate, which has no UTF-8", param) from None
+    if not name or len(name) > MAX_NAME or size > MAX_NAME_BYTES:
+        raise ServeError.invalid(
+            f"{param} has {len(name)} characters and {size} bytes of UTF-8; it must have 1 to {MAX_NAME} characters "
+            f"and at most {MAX_NAME_BYTES} bytes",
+            param,
+        )
+    if name in (".", "..") or not {"/", "\\", "\0", ":"}.isdisjoint(name):
+        raise ServeError.invalid(
+            f"{param} is {name!r}; it must be the name of a folder in adapter_roots, not a path, without slashes, "
+            "backslashes, colons and null characters",
+            param,
+        )
+    return name
 
 
 class Adapters:
@@ -44,9 +71,9 @@ class Adapters:
         one replaces; None: it may not replace any. Raises ServeError 403 outside the allowed folders, 404 for a missing
         one, 400 for one that does not fit, 409 for a name or an adapter in use.
         """
-        if not name or len(name) > 128 or ":" in name:
+        if not name or len(name) > MAX_NAME or ":" in name:
             raise ServeError.invalid(
-                f"lora_name is {name[:128]!r}; 1 to 128 characters, none of them a colon", "lora_name"
+                f"lora_name is {name[:MAX_NAME]!r}; 1 to {MAX_NAME} characters, none of them a colon", "lora_name"
             )
         if name in self._loaded and used is None:
             raise ServeError(
@@ -54,8 +81,8 @@ class Adapters:
             )
         if used:
             raise _in_use(name, used)
-        place = self._allowed(self._named(name) if path is None else path)
-        if not (place / "adapter_config.json").is_file():
+        place = self._named(name) if path is None else self._allowed(path, "lora_path")
+        if not _has_adapter(place):
             raise ServeError(404, "not_found_error", "adapter_not_found", "there is no adapter in that folder")
         made, before = self._read(place, scaling), self._loaded.get(name)
         self._loaded[name], self.scalings[name] = made, scaling
@@ -83,29 +110,34 @@ class Adapters:
         self._loaded.pop(name).unload()
         return {"name": name}
 
-    def _named(self, name: str) -> str:
-        """Return the folder of this name: the first that has an adapter. Raises ServeError 404."""
-        if "\0" not in name:
-            for root in self._roots:
-                if (root / name / "adapter_config.json").is_file():
-                    return str(root / name)
+    def _named(self, name: str) -> Path:
+        """Return the folder of this name: the first that has an adapter. Raises ServeError 400, 403 or 404."""
+        check_folder_name("loras", name)
+        for root in self._roots:
+            place = self._allowed(str(root / name), "loras")
+            if _has_adapter(place):
+                return place
         raise ServeError(
             404,
             "not_found_error",
             "adapter_not_found",
             f"no folder of adapter_roots in the server's configuration has an adapter {name!r}",
+            param="loras",
         )
 
-    def _allowed(self, path: str) -> Path:
-        if "\0" in path:
-            raise ServeError.invalid("lora_path holds a null character", "lora_path")
-        place = Path(os.path.realpath(path))
+    def _allowed(self, path: str, param: str) -> Path:
+        """Return the folder that a path leads to. Raises ServeError 403 outside of the allowed folders."""
+        try:
+            place = Path(os.path.realpath(path))
+        except ValueError:  # a null character, or a lone surrogate
+            raise ServeError.invalid(f"{param} holds a character that no path can hold", param) from None
         if not any(place.is_relative_to(root) for root in self._roots):
             raise ServeError(
                 403,
                 "permission_error",
                 "adapter_root",
-                "lora_path is outside of the folders that adapter_roots in the server's configuration allows",
+                f"{param} leads outside of the folders that adapter_roots in the server's configuration allows",
+                param=param,
             )
         return place
 
@@ -113,6 +145,14 @@ class Adapters:
         from exl_core import ExLlamaV2Lora
 
         return ExLlamaV2Lora.from_directory(self._model, str(folder), scaling)
+
+
+def _has_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter that can be read."""
+    try:
+        return (folder / "adapter_config.json").is_file()
+    except OSError:  # the path is too long, or the folder is closed to this process
+        return False
 
 
 def _in_use(name: str, used: int) -> ServeError:
