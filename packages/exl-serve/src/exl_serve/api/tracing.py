@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from exl_serve.config.load import ConfigError
 
 if TYPE_CHECKING:
-    from exl_serve.api.http import Call
+    from collections.abc import Mapping, MutableMapping
+
     from exl_serve.config.model import Otel
 
 __all__ = ["Tracing", "check_tracing"]
@@ -40,6 +41,21 @@ def check_tracing(config: Otel) -> None:
         raise ConfigError(
             "otel.endpoint is set and OpenTelemetry is not installed: install exl-serve[otel]", "otel.endpoint"
         )
+
+
+class TracedRequest(Protocol):
+    """A request that has ended, as spans describe it; `exl_serve.api.http.Call` is one."""
+
+    id: str
+    operation: str
+    model: str
+    began: float
+    phases: list[tuple[str, float, float]]
+    line: Mapping[str, Any] | None
+    scope: MutableMapping[str, Any]
+
+    def header(self, name: str) -> str | None:
+        """Return a header of the request by its lower-case name, or None."""
 
 
 class Tracing:
@@ -73,7 +89,7 @@ class Tracing:
         self._tracer: Any = self._provider.get_tracer("exl_serve")
         self._context: Any = TraceContextTextMapPropagator()
 
-    def record(self, call: Call) -> None:
+    def record(self, call: TracedRequest) -> None:
         """Make the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
@@ -109,7 +125,7 @@ class Tracing:
             log.warning("the last spans were given up: the collector did not take them in %g s", EXPORT_SECONDS)
 
 
-def _attributes(call: Call) -> dict[str, Any]:
+def _attributes(call: TracedRequest) -> dict[str, Any]:
     """Return the attributes of a request by the semantic conventions for generative AI and HTTP."""
     line = call.line or {"status": 499, "finish": "abort"}
     found: dict[str, Any] = {
