@@ -151,7 +151,7 @@ def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.1)
     answers, ended = threading.Event(), threading.Event()
 
-    class Exporter(memory.InMemorySpanExporter):  # type: ignore[misc, name-defined]
+    class Exporter(memory.InMemorySpanExporter):  # type: ignore[name-defined]
         def shutdown(self) -> None:
             answers.wait(120)
             ended.set()

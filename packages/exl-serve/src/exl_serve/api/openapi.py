@@ -180,6 +180,7 @@ def _schemas() -> dict[str, Any]:
                         "type": "object",
                         "required": ["name"],
                         "properties": {"name": TEXT, "scaling": {"anyOf": [dict(SCALING.schema), {"type": "null"}]}},
+                        "additionalProperties": False,
                     },
                 },
                 "lora_name": TEXT,
