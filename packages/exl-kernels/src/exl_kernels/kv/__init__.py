@@ -16,7 +16,7 @@ are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from . import cuda as kv_cuda
 
 __all__ = ["KVKind", "KVPages", "load_kv", "store_kv"]
 
+V = TypeVar("V", _native.Pages, _native.CudaPages)
 KVKind = Literal["fp16", "fp8", "q8", "q6", "q4"]
 _BITS: dict[str, tuple[int, int]] = {"fp16": (16, 16), "fp8": (8, 8), "q8": (8, 8), "q6": (8, 4), "q4": (4, 4)}
 
@@ -188,30 +189,24 @@ class KVPages:
     def native(self) -> _native.Pages:
         """Return the CPU kernels' view of pages in CPU memory. Not for use outside exl_kernels."""
         if not self._view:
-            made = _native.Pages(
-                self.kind,
-                self.head_dim,
-                key=self.key,
-                value=self.value,
-                key_scales=self.key_scales,
-                value_scales=self.value_scales,
-            )
-            self._view.append(made)
+            self._view.append(self._viewed_as(_native.Pages))
         return self._view[0]
 
     def native_cuda(self) -> _native.CudaPages:
         """Return the CUDA kernels' view of pages on a GPU. Not for use outside exl_kernels."""
         if not self._cuda_view:
-            made = _native.CudaPages(
-                self.kind,
-                self.head_dim,
-                key=self.key,
-                value=self.value,
-                key_scales=self.key_scales,
-                value_scales=self.value_scales,
-            )
-            self._cuda_view.append(made)
+            self._cuda_view.append(self._viewed_as(_native.CudaPages))
         return self._cuda_view[0]
+
+    def _viewed_as(self, view: type[V]) -> V:
+        return view(
+            self.kind,
+            self.head_dim,
+            key=self.key,
+            value=self.value,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
+        )
 
     def repaged(self, page_size: int) -> KVPages:
         """View the same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back.
