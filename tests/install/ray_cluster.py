@@ -267,6 +267,7 @@ def test_answers_are_those_of_one_machine(cluster: Cluster) -> None:
         told = joined(cluster.url, body)
         assert told == joined(cluster.local, body)
         assert told["done"]
+        assert told["error"] is None
     for path, body in (asked[6], asked[8]):
         texts, ends = parts(cluster.url, path, body)
         assert (texts, ends) == parts(cluster.local, path, body)
@@ -319,6 +320,7 @@ def test_a_stream_goes_on_when_its_replica_dies(cluster: Cluster, case: str, wha
     every 7th token."""
     body = long(case)
     whole = joined(cluster.local, body)
+    assert whole["error"] is None
     killed: list[int] = []
 
     def seen(events: int) -> None:
@@ -495,6 +497,7 @@ def test_replicas_come_and_go_with_the_load(cluster: Cluster) -> None:
     cluster.replicas(1)
     body = {"model": "paced", "messages": STORY, "max_tokens": 200, "ignore_eos": True, "seed": 1}
     whole = joined(cluster.local, body)
+    assert whole["error"] is None
     many, any_left = threading.Event(), threading.Event()
     wrong: list[Any] = []
 
@@ -528,6 +531,7 @@ def test_a_stream_goes_on_when_its_node_dies(cluster: Cluster) -> None:
     assert {one["node"] for one in cluster.replicas(2).values()} == {node.node_id for node in nodes}
     body = long("tools")
     whole = joined(cluster.local, body)
+    assert whole["error"] is None
     killed: list[dict[str, Any]] = []
 
     def seen(events: int) -> None:

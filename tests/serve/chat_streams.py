@@ -36,14 +36,18 @@ def note_tool(least: int, most: int, longest: int | None = None) -> dict[str, An
 def joined(
     url: str, body: Any, seen: Callable[[int], None] = lambda events: None, *, seconds: float = 600.0
 ) -> dict[str, Any]:
-    """Return a chat stream, joined: texts, calls and ends by choice, and the error that it told.
+    """Return a chat stream, joined: its status, texts, calls and ends by choice, and the error that it told.
 
-    `seen` is called with the number of events so far.
+    `seen` is called with the number of events so far. An error that the status reports is that of no stream: it is
+    done.
     """
-    told: dict[str, Any] = {"texts": {}, "calls": {}, "ends": {}, "error": None, "done": False}
+    told: dict[str, Any] = {"status": 0, "texts": {}, "calls": {}, "ends": {}, "error": None, "done": False}
     events = 0
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, timeout=seconds) as answer:
-        assert answer.status_code == 200, answer.read()
+        told["status"] = answer.status_code
+        if answer.status_code != 200:
+            answer.read()
+            return told | {"error": answer.json()["error"], "done": True}
         for line in answer.iter_lines():
             if line == "data: [DONE]":
                 told["done"] = True

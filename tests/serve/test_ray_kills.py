@@ -146,6 +146,7 @@ def test_a_stream_survives_its_replica_at_every_seventh_token(
     mortal.plan()
     whole = joined(url, body)
     assert whole["done"]
+    assert whole["status"] == 200
     mortal.engine.resumes = resumes
     for cut in count(0, trials(STRIDE, 2 * STRIDE)):
         mortal.plan(what, cut)
@@ -157,6 +158,8 @@ def test_a_stream_survives_its_replica_at_every_seventh_token(
             assert cut
             assert told["done"]
             assert told["error"]["code"] == "engine_restarting"
+            # The status tells it where no part of the answer has been sent.
+            assert told["status"] == (200 if told["ends"] else 503)
             for part in ("texts", "calls"):
                 assert all(whole[part][index].startswith(text) for index, text in told[part].items()), cut
         if mortal.attempts == 1 and told["error"] is None:

@@ -231,11 +231,9 @@ async def _whole(
 
 
 async def _stream(call: Call, generation: Generation, answer: Answer, interval: int) -> None:
-    server = call.state.config.server
-    events = await generation.mailbox.take(server.first_byte_seconds)
+    events, chunks = await _beginning(generation, answer, call.state.config.server.first_byte_seconds)
     if generation.is_cancelled():
         return
-    chunks = answer.chunks(events)
     if answer.error is not None and not chunks:  # no part of an answer exists: the status can still report it
         raise answer.error
     await call.start(200, SSE_HEADERS)
@@ -244,6 +242,27 @@ async def _stream(call: Call, generation: Generation, answer: Answer, interval: 
     if writing.stalled:
         call.state.meter.count("exl_stalled_streams_total")
         generation.cancel()
+
+
+async def _beginning(
+    generation: Generation, answer: Answer, seconds: float
+) -> tuple[list[AnswerEvent], list[dict[str, Any]]]:
+    """Return the first chunks of an answer and their events, or none after `seconds`.
+
+    Events that make no chunk, as the end of the prompt, do not end the wait: the status can report an error behind
+    them.
+    """
+    loop = asyncio.get_running_loop()
+    events: list[AnswerEvent] = []
+    chunks: list[dict[str, Any]] = []
+    end = loop.time() + seconds
+    while not chunks and not answer.finished and (left := end - loop.time()) > 0:
+        new = await generation.mailbox.take(left)
+        if generation.is_cancelled():
+            break
+        events += new
+        chunks = answer.chunks(new)
+    return events, chunks
 
 
 async def _pieces(

@@ -108,7 +108,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parse_special_in_content: bool = False
     #: seconds of silence after which a stream gets a comment
     ping_seconds: float = 5.0
-    #: seconds after which headers leave though the engine has said nothing
+    #: seconds after which headers leave though there is no part of an answer
     first_byte_seconds: float = 10.0
     limits: Limits = Limits()
 
