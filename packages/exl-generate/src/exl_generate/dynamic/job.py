@@ -66,7 +66,7 @@ class ExLlamaV2DynamicJob:
             withdrawn and excluded at its place.
         embeddings: `ExLlamaV2MMEmbedding` objects whose ids are in `input_ids`.
         loras: an adapter or a list of adapters for this job. None means those of the generator when the job is queued,
-            an empty list none. (Beyond exllamav2, as all that follow.)
+            an empty list none. exllamav2 has neither this parameter nor those that follow.
         max_rq_tokens: new tokens to reserve cache pages for at a time; None reserves for `max_new_tokens`. A job that
             has used its share up while others wait goes back to the queue and is resumed later. Its results stay one
             continuous stream.
@@ -90,40 +90,55 @@ class ExLlamaV2DynamicJob:
         RequestError: a parameter is malformed or out of its range. `enqueue` raises further errors for a request that
             does not fit the model or the cache.
 
-    Each result is a dict. All results have
+    Each result is a dict. A key is present only where it has content.
 
-    - `job`: this object; `serial`: its `serial_number`; `identifier`: as given, absent if it is None;
-    - `stage`: "started" once, when the job leaves the queue; "prefill" after each part of the prompt that was computed
-      or copied, with `curr_progress` and `max_progress`, prompt tokens in the cache and prompt tokens to compute;
-      "streaming" after each sampled token;
+    Keys of every result:
+
+    - `job`: the `ExLlamaV2DynamicJob`.
+    - `serial`: the job's `serial_number`.
+    - `identifier`: as given; absent if it is None.
+    - `stage`: "started", "prefill" or "streaming", the kind of the result. "started" comes once, when the job first
+      leaves the queue.
     - `eos`: whether this is the last result.
 
-    Keys of a "streaming" result, each present only where it has content (k tokens were released):
+    Keys of a "prefill" result, which comes after each part of the prompt that was computed or copied:
 
-    - `text`: text that no later token can change. Text that may become part of a stop or banned string, and an
-      incomplete character, are held back; `token_ids`: int64 [1, k], a healed token and tokens of a stop string
-      included;
-    - `token_probs`: float32 [1, k], with `return_probs`;
-    - `top_k_tokens` int64 and `top_k_probs` float32 [1, k, K], in descending order, with `return_top_tokens` = K.
-      Unused places have probability 0;
-    - `logits`: float32 [1, k, padded vocabulary], with `return_logits`; those of the positive prompt for CFG;
-    - `hidden_states`: [1, k, hidden size], with `return_hidden_state`;
-    - `suppressed_text`, `suppressed_tokens` (int64 [1, j]): a banned string that was withdrawn.
+    - `curr_progress`: prompt tokens in the cache.
+    - `max_progress`: prompt tokens to compute.
 
-    Keys of the last result:
+    Keys of a "streaming" result, which comes after sampled tokens (k of them were released):
+
+    - `text`: new text that no later token can change. Text that may become part of a stop or banned string, and an
+      incomplete character, are held back.
+    - `token_ids`: int64 [1, k], a healed token and tokens of a stop string included.
+    - `token_probs`: float32 [1, k], with `return_probs`.
+    - `top_k_tokens`: int64 [1, k, K] in descending order of probability, with `return_top_tokens` = K.
+    - `top_k_probs`: float32 [1, k, K], their probabilities. Unused places have probability 0.
+    - `logits`: float32 [1, k, padded vocabulary], with `return_logits`; those of the positive prompt for CFG.
+    - `hidden_states`: [1, k, hidden size], with `return_hidden_state`.
+    - `suppressed_text`: a banned string that was withdrawn.
+    - `suppressed_tokens`: int64 [1, j], its tokens.
+
+    Keys of the last result, which is a "streaming" result too:
 
     - `eos_reason`: "stop_token", "stop_string", "max_new_tokens", "end_filter" (the filters ended), "cancelled",
-      "filter_dead_end" (the filters allow no token), "filter_error" (a filter failed) or "error";
-    - `eos_triggering_token_id`, `eos_triggering_token_str` for "stop_token"; `eos_triggering_string` for "stop_string";
+      "filter_dead_end" (the filters allow no token), "filter_error" (a filter failed) or "error".
+    - `eos_triggering_token_id`: the stop token, for "stop_token".
+    - `eos_triggering_token_str`: its text, for "stop_token".
+    - `eos_triggering_string`: the stop string, for "stop_string".
     - `held`: a dict with keys of a "streaming" result that are not part of the output: the stop token, the text from
-      the stop string on, or what an error or a cancellation kept from coming out. Absent if there is nothing;
-    - `exception`: the error that ended the job;
-    - `full_completion`: all released text; `new_tokens`: tokens sampled, the stop token included; `prompt_tokens`:
-      tokens of the (positive) prompt;
-    - `time_enqueued`, `time_prefill`, `time_generate`: seconds in the queue, from the first prefill to the first decode
-      step, and from there to the last token;
-    - `cached_pages`, `cached_tokens`: full pages and prompt tokens found in the cache, per sequence;
-    - `accepted_draft_tokens`, `rejected_draft_tokens`: draft tokens by outcome, where the generator drafts.
+      the stop string on, or what an error or a cancellation kept from coming out.
+    - `exception`: the error that ended the job.
+    - `full_completion`: all released text.
+    - `new_tokens`: number of sampled tokens, the stop token included.
+    - `prompt_tokens`: number of tokens of the (positive) prompt.
+    - `time_enqueued`: seconds in the queue.
+    - `time_prefill`: seconds from the first prefill to the first decode step.
+    - `time_generate`: seconds from the first decode step to the last token.
+    - `cached_pages`: full pages found in the cache, per sequence.
+    - `cached_tokens`: prompt tokens found in the cache, per sequence.
+    - `accepted_draft_tokens`: draft tokens that the model accepted, where the generator drafts.
+    - `rejected_draft_tokens`: draft tokens that it rejected, where the generator drafts.
     """
 
     def __init__(

@@ -68,8 +68,8 @@ class Settings:
         dry_range: newest tokens in which DRY looks for repeats; 0 for all. Otherwise more than `dry_max_ngram`.
         dry_max_ngram: longest repeat that DRY looks for, tokens.
         ngram_trie: exllamav2's state of DRY, not used; kept so that positional construction works.
-        ngram_index: likewise.
-        ngram_history: likewise.
+        ngram_index: not used, as `ngram_trie`.
+        ngram_history: not used, as `ngram_trie`.
         xtc_probability: chance that XTC excludes the most probable tokens; 0 is off. Here each of them loses this share
             of its probability, which is the same in expectation.
         xtc_threshold: XTC excludes tokens with p of at least this, but the least probable of them.
