@@ -92,7 +92,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     strict_fields: bool = False
     #: answer for any model name while one model is loaded
     accept_any_model: bool = False
-    #: refuse to start without keys on an address that is not loopback, unless this is set
+    #: start without keys also on an address that others can reach; otherwise that is an error
     no_auth: bool = False
     #: accept `prompt_logprobs`, which computes a prompt without the prefix cache
     allow_prompt_logprobs: bool = False
