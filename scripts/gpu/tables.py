@@ -32,6 +32,26 @@ STEPS = {
     ("8b", "4.0", "q4", 16384, 1): "8B, 16,384 keys, Q4 cache",
     ("1b", "4.0", "fp16", 256, 1): "TinyLlama 1.1B",
 }
+DATA_SHEETS = {
+    "RTX 3060": 360,
+    "RTX 3090": 936,
+    "RTX 4090": 1008,
+    "L4": 300,
+    "L40S": 864,
+    "A100 80 GB": 2039,
+}
+"""Memory bandwidth of cards that were not measured, GB/s."""
+H100_DATA_SHEET = 3352
+STREAMED = 0.93
+"""Share of the read bandwidth that kernels reach between the fixed costs of their launches."""
+PREDICTED = (
+    "None of these cards has run the code. The figures are for one sequence of the 8B model at 4.0 bpw and 256 keys; "
+    "there are none for prompts, batches or long contexts. They are computed from the H100 that runs the code for "
+    "sm_80 ({run}): its step takes {us:,.0f} us and reads {gigabytes:.2f} GB in {launches} launches; the card reads "
+    "{read:,.0f} GB/s, {of_data_sheet:.2f} of its data sheet. Assumed for every card: it reads the same share of its "
+    "data sheet, kernels use {streamed} of that, and a launch costs {launch_us:.1f} us, which is the rest of the "
+    "H100's step. `exl bench --report` measures yours."
+)
 REFERENCES = ("greedy-twice", "greedy-peaked", "draft-alone")
 """Features that only serve as references of others, and so have no row."""
 
@@ -116,6 +136,41 @@ def steps(lines: list[Line], runs: Runs) -> list[str]:
             of_other = f"{float(speed.split(' ')[0]):,.0f} ({engine})" if engine else ""
             rows.append(f"| {name} | {' | '.join(cells[key])} | {of_other} |")
     return table("Decode steps", f"| step | {' | '.join(heads)} | fastest other engine, tok/s |", rows)
+
+
+def predicted(lines: list[Line], runs: Runs) -> list[str]:
+    """Steps of one sequence on cards that were not measured, from the last step of an H100 with the code for sm_80."""
+    case = ("8b", "4.0", "fp16", 256, 1)
+    keys = ("model_shape", "bpw", "cache", "ctx", "bs")
+    found = [
+        d
+        for d in lines
+        if d["gpu"].endswith(", code for sm_80") and "memory_over_mb" in d and tuple(d[key] for key in keys) == case
+    ]
+    if not found:
+        return []
+    step = found[-1]
+    read_us = step["bytes_per_step"] / (STREAMED * step["roof_gb_s"] * 1e3)
+    fixed_us = step["p50_us"] - read_us
+    of_data_sheet = step["roof_gb_s"] / H100_DATA_SHEET
+    rows = []
+    for card, bandwidth in DATA_SHEETS.items():
+        time = step["bytes_per_step"] / (STREAMED * of_data_sheet * bandwidth * 1e3) + fixed_us
+        rows.append(f"| {card} | {bandwidth:,} | {time / 1e3:.1f} | {1e6 / time:,.0f} |")
+    about = PREDICTED.format(
+        run=runs.letter(step),
+        us=step["p50_us"],
+        gigabytes=step["bytes_per_step"] / 1e9,
+        launches=step["nodes"],
+        read=step["roof_gb_s"],
+        of_data_sheet=of_data_sheet,
+        streamed=STREAMED,
+        launch_us=fixed_us / step["nodes"],
+    )
+    title, empty, *rest = table(
+        "Predicted, not measured", "| card | memory bandwidth, GB/s | ms a step | tok/s |", rows
+    )
+    return [title, empty, about, empty, *rest]
 
 
 def prompts(lines: list[Line], runs: Runs) -> list[str]:
@@ -268,6 +323,8 @@ def text_of(files: list[Path]) -> str:
         of_kind = [d for d in known if d["bench"] == kind]
         if of_kind:
             out += make(of_kind, runs)
+        if kind == "step":
+            out += predicted(of_kind, runs)
     return "\n".join([*out, runs.text()]) + "\n"
 
 

@@ -126,6 +126,19 @@ def test_families_have_a_row_for_each_and_leave_extrapolated_lines_out(tmp_path:
     assert "mixtral" not in text
 
 
+def test_cards_that_were_not_measured_are_predicted_from_the_last_step_of_the_code_for_sm_80(tmp_path: Path) -> None:
+    """1.4 GB at 0.93 of 3,352 GB/s take 449 us, which leaves 200 launches of 1 us."""
+    old = {**STEP, "gpu": f"{STEP['gpu']}, code for sm_80", "bytes_per_step": 14e8, "roof_gb_s": 3352.0, "nodes": 200}
+    step = {**old, "p50_us": 14e8 / (0.93 * 3352e3) + 200, "date": "2026-11-24"}
+    text, _ = tables(write(tmp_path / "a.jsonl", step, old))
+    assert "a launch costs 1.0 us" in text
+    for card, bandwidth in (("RTX 3090", 936), ("A100 80 GB", 2039)):
+        ms = 14e8 / (0.93 * bandwidth * 1e6) + 0.2
+        assert f"| {card} | {bandwidth:,} | {ms:.1f} | {1e3 / ms:,.0f} |" in text
+    text, _ = tables(write(tmp_path / "b.jsonl", STEP))
+    assert "Predicted" not in text
+
+
 def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
     """After a new run: `python scripts/gpu/tables.py --into docs/performance.md`."""
     page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text()
