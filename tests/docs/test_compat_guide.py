@@ -43,6 +43,22 @@ def test_a_row_names_tests_that_exist(row: list[str]) -> None:
         assert test in names_in(file), f"{file} has no {test}"
 
 
+@pytest.mark.parametrize("line", re.findall(r"`(from [\w.]+ import [^`]+)`", GUIDE.read_text(encoding="utf-8")))
+def test_a_line_of_the_table_of_imports_works(line: str) -> None:
+    names: dict[str, object] = {}
+    exec(line, names)  # noqa: S102
+    assert all(name in names for name in re.findall(r"ExLlamaV2\w*", line))
+
+
+def test_both_columns_of_the_table_of_imports_have_the_same_names() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    pairs = re.findall(
+        r"^\| `from exllamav2[\w.]* import ([^`]+)` \| `from exl_\w+ import ([^`]+)` \|$", text, re.MULTILINE
+    )
+    assert len(pairs) == 6
+    assert all(old == new for old, new in pairs)
+
+
 def test_the_tables_are_found() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert text.count("| test |") == 3

@@ -42,7 +42,7 @@ def test_the_program_gives_each_job_its_adapter(folder: Path) -> None:
 
 
 def ask(server: Served, command: str, folder: Path) -> str:
-    """What a command of the page prints; it has to succeed."""
+    """Run a command of the page, which has to succeed, and return the output."""
     command = command.replace("http://127.0.0.1:8000", server.url).replace("/srv/adapters", str(folder))
     return shell(command.replace("curl -s", "curl -s -f"), folder)
 
