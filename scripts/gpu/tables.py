@@ -75,7 +75,7 @@ class Runs:
 
     def letter(self, line: Line) -> str:
         """The letter of the line's run, a new one for a run that has none yet."""
-        run = (short(line["gpu"]), line["commit"], line.get("date") or "no date")
+        run = (short(line["gpu"]), line["commit"][:8], line.get("date") or "no date")
         return self._letters.setdefault(run, string.ascii_letters[len(self._letters)])
 
     def column(self, lines: Iterable[Line | None]) -> tuple[str, Callable[[Line], str]]:
