@@ -9,11 +9,12 @@ import struct
 from pathlib import Path
 
 import pytest
-from make_random_model import SHAPES, exl2_groups, llama_config, plan_for, write_tokenizer
+from make_random_model import SHAPES, llama_config, plan_for, write_tokenizer
 
 from exl_core import ExLlamaV2Config
 from exl_core.device import using_devices
 from exl_core.loading.plan import plan
+from exl_kernels.formats import exl2_groups
 from exl_kernels.kv import KVKind
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "multi-gpu.md").read_text(encoding="utf-8")

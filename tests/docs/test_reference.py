@@ -84,7 +84,7 @@ def results_of_every_kind() -> Iterator[dict[str, Any]]:
 def test_results_have_the_keys_of_their_tables() -> None:
     common, prefill, streaming, last = script("job_tables").kinds(inspect.getdoc(ExLlamaV2DynamicJob) or "").values()
     by_stage = {"started": {}, "prefill": prefill, "streaming": streaming}
-    seen = set()
+    seen: set[str] = set()
     for result in results_of_every_kind():
         documented = {**common, **by_stage[result["stage"]], **(last if result["eos"] else {})}
         assert result.keys() <= documented.keys()

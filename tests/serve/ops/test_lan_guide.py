@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,9 +75,9 @@ def test_the_shown_entry_is_what_the_commands_write(machine: Machine) -> None:
 
 
 def test_every_setting_of_the_table_has_the_named_default() -> None:
-    defaults = ServeConfig()
+    defaults: Any = ServeConfig()
     for path, value in re.findall(r"`((?:auth|server|qos)\.[\w.]+)`, (\d+)\b(?! times| MiB)", PAGE):
-        found = defaults
+        found: Any = defaults
         for name in path.split("."):
             found = getattr(found, name)
         assert found == int(value), path
