@@ -46,6 +46,12 @@ LONG = (
     Case(f"{BARS} streams start lag hostile health", 9, ("figure",), bars=9),
     Case("bench_cpu --quick --bits --threads 1", 8, ("gb_s", "gb_s")),
     Case("bench_cpu_ops --quick", 32, ("roof_gb_s", "us")),
+    Case("bench_convert --shape tiny --option=--fast", 1, ("seconds", "peak_gib")),
+    Case(
+        f"bench_convert_quality {TESTS}/golden/data/pylib-4m-fp16 --text {FOLDER}/bench_gemv.py --option=--fast",
+        2,
+        ("perplexity", "kl"),
+    ),
     Case("bench_load --gigabytes 0.01 --runs 1", 1, ("load_s",)),
     Case("bench_ngram --files 2 --most 4 --max-ngram 4", 18, ("append_ns", "speed")),
     Case("bench_queueing --family llama3-8b --tokens 16 --layers 2 --rounds 2", 1, ("us_per_pass",)),
