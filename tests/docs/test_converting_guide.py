@@ -45,3 +45,8 @@ def test_the_table_of_quality_has_the_measured_figures() -> None:
 def test_the_table_of_time_and_memory_has_the_measured_figures() -> None:
     tiny = {line["options"]: cost(line) for line in lines("convert") if line["shape"] == "tinyllama"}
     assert table("| TinyLlama |") == list(tiny.values())
+
+
+def test_the_memory_for_a_large_head_is_the_measured_one() -> None:
+    (line,) = [line for line in lines("convert") if line["shape"] == "8b"]
+    assert f"{line['peak_gib']:.1f} GiB for two layers and the head of Llama 3.1 8B" in GUIDE
