@@ -33,6 +33,7 @@ HELPERS = [
     "tests",
     *(f"tests/{name}" for name in ("compat", "core", "emulated", "filters", "generate", "golden", "kernels", "serve")),
     "benchmarks",
+    "scripts/gpu",
 ]
 RELAXED = [
     "--allow-untyped-defs",

@@ -4,6 +4,6 @@
 #
 # usage: [PACKED=FILE.tgz] scripts/gpu/bench_h100.sh FOLDER
 #
-# Its lines go into benchmarks/results as they are; scripts/gpu/tables.py gives this card its columns.
+# scripts/gpu/keep.py puts its lines into benchmarks/results; scripts/gpu/tables.py gives this card its columns.
 export BENCH_SECONDS=${BENCH_SECONDS:-145}
 exec "$(dirname "$0")/bench_all.sh" "${1:?folder for the results}" step gemv batches others roof prefill

@@ -76,33 +76,6 @@ def test_shell_example(source: str, tmp_path: Path) -> None:
             assert done.stdout.strip(), f"{command} printed nothing"
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    """First cell -> the other cells, of all tables."""
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("| "):
-            first, *others = line.strip("| ").split(" | ")
-            found[first] = others
-    return found
-
-
-def test_the_headline_speeds_are_those_of_the_page() -> None:
-    """docs/performance.md is written from benchmarks/results; README.md repeats five of its rows."""
-    readme = rows((ROOT / "README.md").read_text(encoding="utf-8"))
-    page = rows((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
-    names = {
-        "1 sequence": "8B, 1 sequence",
-        "8 sequences": "8B, 8 sequences",
-        "32 sequences": "8B, 32 sequences",
-        "64 sequences": "8B, 64 sequences",
-        "1 sequence, context 16,384": "8B, 16,384 keys",
-    }
-    assert [name for name in readme if re.match(r"\d+ sequence", name)] == list(names)
-    for name, row in names.items():
-        h200, h100, _, other = page[row]
-        assert readme[name] == [h200.split(" / ")[1], h100.split(" / ")[1], other.split()[0]], name
-
-
 def test_readme_begins_with_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first, second = re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]

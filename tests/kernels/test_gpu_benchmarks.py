@@ -1,4 +1,4 @@
-"""`scripts/gpu/bench_all.sh` and `tables.py`: what is measured is kept and shown, whatever happens to a part of it."""
+"""Scripts of GPU benchmarks: `bench_all.sh` measures, `keep.py` stores lines, `tables.py` shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import keep
+import tables as tables_script
+
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
+RESULTS = SCRIPTS.parents[1] / "benchmarks" / "results"
 ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "c0ffee", "date": "2026-11-22"}
 
 PYTHON = """#!/usr/bin/env bash
@@ -107,14 +111,15 @@ def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path:
     assert "| 8B, 1 sequence | 2,000 / 700 / 50 % |" in text
 
 
-def test_a_column_of_one_run_names_it_once_and_a_mixed_column_in_each_cell(tmp_path: Path) -> None:
-    eight = {**STEP, "bs": 8, "date": "2026-11-23", "commit": "feed5"}
+def test_a_table_ends_with_the_dates_and_commits_of_its_runs(tmp_path: Path) -> None:
+    eight = {**STEP, "bs": 8, "date": "2026-11-23", "commit": "feed5" * 8}
+    older = {**eight, "date": "2026-11-22", "commit": "0ld"}
     other = {**STEP, "gpu": "NVIDIA H200"}
-    text, _ = tables(write(tmp_path / "a.jsonl", STEP, eight, other))
-    assert "| step | H200: us / tok/s / bandwidth (a) | H100: us / tok/s / bandwidth | fastest" in text
-    assert "| 8B, 1 sequence | 2,000 / 490 / 50 % | 2,000 / 490 / 50 % (b) |" in text
-    assert "| 8B, 8 sequences |  | 2,000 / 490 / 50 % (c) |" in text
-    assert "a: H200, 2026-11-22, c0ffee; b: H100, 2026-11-22, c0ffee; c: H100, 2026-11-23, feed5." in text
+    text, _ = tables(write(tmp_path / "a.jsonl", STEP, eight, older, other))
+    assert "| step | H200: us / tok/s / bandwidth | H100: us / tok/s / bandwidth | fastest" in text
+    assert "| 8B, 1 sequence | 2,000 / 490 / 50 % | 2,000 / 490 / 50 % |" in text
+    assert "| 8B, 8 sequences |  | 2,000 / 490 / 50 % |" in text
+    assert "Measured: H200 2026-11-22 (c0ffee); H100 2026-11-22 (c0ffee), 2026-11-23 (feed5fee)." in text
 
 
 def test_families_have_a_row_for_each_and_leave_extrapolated_lines_out(tmp_path: Path) -> None:
@@ -139,11 +144,33 @@ def test_cards_that_were_not_measured_are_predicted_from_the_last_step_of_the_co
     assert "Predicted" not in text
 
 
-def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
-    """After a new run: `python scripts/gpu/tables.py --into docs/performance.md`."""
-    page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text()
-    shown = page.split("<!-- scripts/gpu/tables.py writes from here -->")[1].split("<!-- to here -->")[0]
-    assert tables()[0].strip() == shown.strip()
+def test_both_pages_have_the_tables_of_the_results() -> None:
+    """After a new run: `python scripts/gpu/keep.py FILE.jsonl` and `python scripts/gpu/tables.py --write`."""
+    files = sorted(RESULTS.glob("*.jsonl"))
+    pages = {"docs/performance.md": tables_script.text_of(files), "README.md": tables_script.headline(files)}
+    for page, text in pages.items():
+        shown = (SCRIPTS.parents[1] / page).read_text().split("<!-- scripts/gpu/tables.py writes from here -->")[1]
+        assert shown.split("<!-- to here -->")[0].strip() == text.strip(), page
+
+
+def test_results_have_the_last_line_of_each_case_in_the_file_of_its_card() -> None:
+    for file in RESULTS.glob("*.jsonl"):
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        measured = [line for line in lines if line.get("gpu")]
+        assert keep.last_of_each(measured) == measured, file.name
+        assert {keep.file_name(line) for line in measured} <= {file.name}
+
+
+def test_a_new_run_replaces_the_older_lines_of_its_cases(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    eight = {**STEP, "bs": 8}
+    unshown = {**STEP, "bench": "gemv"}
+    keep.into(results, [write(tmp_path / "a.jsonl", STEP, eight, unshown, {**STEP, "gpu": "NVIDIA H200"})])
+    later = {**STEP, "date": "2026-11-23", "p50_us": 1900.0}
+    keep.into(results, [write(tmp_path / "b.jsonl", later)])
+    assert {file.name for file in results.iterdir()} == {"step-h100.jsonl", "step-h200.jsonl"}
+    assert [json.loads(text) for text in (results / "step-h100.jsonl").read_text().splitlines()] == [eight, later]
 
 
 def test_features_are_a_share_of_the_speed_of_what_they_are_compared_with(tmp_path: Path) -> None:
@@ -168,9 +195,8 @@ def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) ->
     prompt = {**about, "topology": "split 2", "tokens": 2048, "tok_s": 36e3, "share_of_one": 1.0}
     short = {**prompt, "tokens": 512, "tok_s": 22e3}
     text, _ = tables(write(tmp_path / "a.jsonl", served, one, large, two, prompt, short))
-    assert "| H100, 8b, 64, 256, 128 (a) | 4,414 | 4,481 | 0.98 | 53 |" in text
+    assert "| H100, 8b, 64, 256, 128 | 4,414 | 4,481 | 0.98 | 53 |" in text
     assert (
-        "| 8B, split 2, prompt of 512, H100 (a) | 22,000 | 1.00 |\n| 8B, split 2, prompt of 2,048, H100 (a) | 36,000 |"
-        in text
+        "| 8B, split 2, prompt of 512, H100 | 22,000 | 1.00 |\n| 8B, split 2, prompt of 2,048, H100 | 36,000 |" in text
     )
-    assert "| 8B, tp 2, 1 sequence, H100 (a) | 710 | 1.21 |\n| 70B, tp 2, 1 sequence, H100 (a) | 145 | 1.51 |" in text
+    assert "| 8B, tp 2, 1 sequence, H100 | 710 | 1.21 |\n| 70B, tp 2, 1 sequence, H100 | 145 | 1.51 |" in text
