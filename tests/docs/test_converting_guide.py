@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "converting.md").read_text(encoding="utf-8")
-RESULTS = ROOT / "benchmarks" / "results" / "convert-cpu-2026-11-30.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "convert-cpu.jsonl"
 CALIBRATED = {
     "pylib-4m-exl2-3.5": "EXL2, 3.5 bits, calibrated by exllamav2",
     "pylib-4m-exl2-4.5": "EXL2, 4.5 bits, calibrated by exllamav2",
