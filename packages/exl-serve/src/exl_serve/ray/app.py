@@ -15,9 +15,9 @@ from exl_serve import __version__
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ModelConfig, ServeConfig
 
-__all__ = ["application", "check", "check_versions", "run", "start", "versions"]
+__all__ = ["APP", "application", "check", "check_versions", "run", "start", "versions"]
 
-OLDEST, NEWEST = (2, 57), (2, 70)
+OLDEST, NEWEST = (2, 60), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "FORWARDED_ALLOW_IPS": ""}
