@@ -31,7 +31,7 @@ from ray._private import internal_api, state
 from exl_generate import bundled
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ModelConfig, RayConfig, ServeConfig, ServerConfig
-from exl_serve.ray import app
+from exl_serve.ray import app, deploy
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import until
@@ -282,7 +282,7 @@ def test_sessions_find_their_pages(cluster: Cluster) -> None:
     def session(number: int) -> tuple[int, int]:
         messages: list[Any] = [{"role": "user", "content": prefixes[number % 3]}]
         found = [0, 0]
-        for turn in range(4):
+        for turn in range(5):
             body = {"model": "paced", "messages": messages, "max_tokens": 8, "seed": number}
             answer = post(cluster.url, "chat/completions", body)
             if turn:
@@ -291,26 +291,35 @@ def test_sessions_find_their_pages(cluster: Cluster) -> None:
             messages += [answer["choices"][0]["message"] | {"refusal": None}, {"role": "user", "content": "go on"}]
         return found[0], found[1]
 
-    for number in range(12):
-        cached, tokens = session(number)
-        hits, prompts = hits + cached, prompts + tokens
+    with ThreadPoolExecutor(3) as pool:
+        for cached, tokens in pool.map(session, range(30)):
+            hits, prompts = hits + cached, prompts + tokens
     assert hits / prompts > 0.9, f"{hits} of {prompts} tokens"
 
 
 def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
     """R3: where the holder is busy, others compute the prefix and become holders.
 
-    The answers are long, so that the requests run at the same time also where a busy machine sends them slowly.
+    The answers are long, so that the requests run at the same time also where a busy machine sends them slowly. One of
+    three bursts has to be shared evenly: on two cores the replicas' measured speeds may differ by more.
     """
-    before = {name: one["taken"] for name, one in cluster.replicas().items()}
-    prefix = "The same beginning for all. " * 60
-    body = {"model": "paced", "max_tokens": 400, "ignore_eos": True}
-    with ThreadPoolExecutor(120) as pool:
-        asked = [body | {"messages": [{"role": "user", "content": f"{prefix}{i}"}]} for i in range(120)]
-        list(pool.map(lambda one: post(cluster.url, "chat/completions", one), asked))
-    taken = [one["taken"] - before[name] for name, one in cluster.replicas().items()]
-    assert sum(taken) == 120
-    assert min(taken) >= 10, taken
+
+    def burst(number: int) -> list[int]:
+        before = {name: one["taken"] for name, one in cluster.replicas().items()}
+        prefix = f"The same beginning of burst {number} for all. " * 50
+        body = {"model": "paced", "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor(120) as pool:
+            asked = [body | {"messages": [{"role": "user", "content": f"{prefix}{i}"}]} for i in range(120)]
+            list(pool.map(lambda one: post(cluster.url, "chat/completions", one), asked))
+        taken = [one["taken"] - before[name] for name, one in cluster.replicas().items()]
+        assert sum(taken) == 120
+        assert min(taken) >= 10, taken
+        return taken
+
+    bursts: list[list[int]] = []
+    while not bursts or max(bursts[-1]) > 1.5 * min(bursts[-1]):
+        assert len(bursts) < 3, bursts
+        bursts.append(burst(len(bursts)))
 
 
 @pytest.mark.parametrize("what", ["engine", "actor"])
@@ -488,6 +497,17 @@ def test_a_new_version_takes_over_without_errors(cluster: Cluster) -> None:
         thread.join()
     assert not errors
     assert {json.loads(one["card"])["max_batch_size"] for one in cluster.replicas().values()} == {16}
+
+
+def test_a_serve_file_is_deployed(cluster: Cluster, tmp_path: Path) -> None:
+    """`serve run` with what `exl serve ray --yaml` prints, as KubeRay deploys it."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(deploy.serve_file(config(cluster.port, msgspec.structs.replace(PACED, max_batch_size=8))))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file), "--address", cluster.nodes.address]
+    subprocess.run([*command, "--non-blocking"], check=True, timeout=WAIT)
+    assert {json.loads(one["card"])["max_batch_size"] for one in cluster.replicas().values()} == {8}
+    body = {"model": "paced", "messages": STORY, "max_tokens": 4}
+    assert post(cluster.url, "chat/completions", body)["usage"]["completion_tokens"] == 4
 
 
 def test_replicas_come_and_go_with_the_load(cluster: Cluster) -> None:

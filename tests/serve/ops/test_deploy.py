@@ -7,14 +7,20 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from preloaded import run
+from typer.testing import CliRunner
 
+from exl_serve.cli import app
+from exl_serve.config.load import ConfigError, parse
 from exl_serve.config.model import ServeConfig
+from exl_serve.ray.deploy import build, serve_file
 from exl_serve.super.registry import Metrics
 
 FILES = Path(__file__).resolve().parents[3] / "packages" / "exl-serve" / "deploy"
@@ -121,6 +127,50 @@ def test_the_options_in_the_files_exist() -> None:
         lines = [line for line in text(name).splitlines() if re.match(r"CMD \[\"--|\s+command:|ExecStart", line)]
         for option in re.findall(r"--[a-z-]+", " ".join(lines)):
             assert option in shown, (name, option)
+
+
+def test_the_manifest_of_kuberay_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0"))
+    manifest = text("kuberay.yaml")
+    toml = re.findall(r"^#   (\[.*|[a-z_]+ = .*)$", manifest, re.MULTILINE)
+    spec = yaml.safe_load(manifest)["spec"]
+    config = parse(tomllib.loads("\n".join(toml)))
+    assert spec["serveConfigV2"] == serve_file(config)
+    made = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
+    assert parse(made["args"]) == config
+    assert made["import_path"] == f"{build.__module__}:{build.__name__}"
+    cluster = spec["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    for pod in pods:
+        assert pod["securityContext"]["runAsUser"] == 10001
+        mounted = {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+        assert {"/keys", "/models", "/dev/shm"} <= mounted
+    assert pods[1]["terminationGracePeriodSeconds"] > config.drain.timeout + 10
+
+
+def test_a_serve_file_names_every_option_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0"))
+    tables = {
+        "server": {"cors_origins": ["https://a.example"], "limits": {"max_streams": 9}},
+        "model": [{"id": "a", "path": "/a", "adapters": {"fr": "/fr"}}, {"id": "b", "path": "/b", "aliases": ["c"]}],
+        "ray": {"resume": False},
+        "metrics_alias": "none",
+    }
+    (made,) = yaml.safe_load(serve_file(parse(tables)))["applications"]
+    assert made["args"] == tables
+    with pytest.raises(ConfigError, match="min_replicas"):
+        serve_file(parse({"model": [{"id": "a", "path": "/a"}], "ray": {"min_replicas": 3}}))
+    file = tmp_path / "serve.toml"
+    file.write_text('[auth]\nkey_file = "/of/the/nodes"\n[[model]]\nid = "a"\npath = "/a"\n')
+    done = CliRunner().invoke(app, ["ray", str(file), "--yaml"])
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(done.output)["applications"][0]["args"]["auth"] == {"key_file": "/of/the/nodes"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+        build({"model": [{"id": "a", "path": "/a"}]})
+    with pytest.raises(ConfigError, match="no keys"):
+        build({"server": {"host": "0.0.0.0"}, "model": [{"id": "a", "path": "/a"}]})
 
 
 def test_proxies_pass_streams_on() -> None:

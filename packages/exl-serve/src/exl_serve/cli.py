@@ -158,9 +158,17 @@ def ray(
         bool, typer.Option("--replace", help="Take the place of the server that runs on the cluster, then end.")
     ] = False,
     check_only: Annotated[bool, typer.Option("--check", help="Check the configuration and end.")] = False,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the configuration for `serve deploy` and KubeRay, and end.")
+    ] = False,
 ) -> None:
     """Serve on a Ray cluster, until Ctrl-C. Needs the extra "ray" of exl-serve."""
     with _told():
+        if as_yaml:
+            from exl_serve.ray.deploy import serve_file
+
+            typer.echo(serve_file(_without_files(file, {})), nl=False)
+            return
         made = _load_checked(file, {})
         from exl_serve.ray.app import check, run
 
@@ -212,15 +220,23 @@ def _models_and_settings(
     return options
 
 
-def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
+def _without_files(file: Path | None, options: dict[str, Any]) -> ServeConfig:
+    """Read the configuration; the files that it names may be on other machines. Raises ConfigError."""
     import os
 
-    from exl_serve.api.auth import Authenticator, check_bind
-    from exl_serve.api.tracing import check_tracing
+    from exl_serve.api.auth import check_bind
     from exl_serve.config.load import load
 
     made = load(file, os.environ, {name: value for name, value in options.items() if value is not None})
     check_bind(made)
+    return made
+
+
+def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
+    from exl_serve.api.auth import Authenticator
+    from exl_serve.api.tracing import check_tracing
+
+    made = _without_files(file, options)
     Authenticator(made.auth)  # the key file can be read
     check_tracing(made.otel)
     return made
