@@ -99,7 +99,8 @@ class Cluster:
 def _running(deployment: str) -> list[dict[str, Any]]:
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     details = ray.get(controller.get_serve_instance_details.remote())
-    listed = details["applications"][app.APP]["deployments"][deployment]["replicas"]
+    deployments = details["applications"][app.APP]["deployments"]  # none while the application is built
+    listed = deployments[deployment]["replicas"] if deployment in deployments else []
     return [one for one in listed if str(one["state"]).rpartition(".")[2] == "RUNNING"]
 
 
@@ -306,7 +307,7 @@ def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
 
     def burst(number: int) -> list[int]:
         before = {name: one["taken"] for name, one in cluster.replicas().items()}
-        prefix = f"The same beginning of burst {number} for all. " * 50
+        prefix = f"The same beginning of burst {number} for all. " * 38
         body = {"model": "paced", "max_tokens": 400, "ignore_eos": True}
         with ThreadPoolExecutor(120) as pool:
             asked = [body | {"messages": [{"role": "user", "content": f"{prefix}{i}"}]} for i in range(120)]
@@ -505,7 +506,11 @@ def test_a_serve_file_is_deployed(cluster: Cluster, tmp_path: Path) -> None:
     file.write_text(deploy.serve_file(config(cluster.port, msgspec.structs.replace(PACED, max_batch_size=8))))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file), "--address", cluster.nodes.address]
     subprocess.run([*command, "--non-blocking"], check=True, timeout=WAIT)
-    assert {json.loads(one["card"])["max_batch_size"] for one in cluster.replicas().values()} == {8}
+
+    def sizes() -> set[int]:
+        return {json.loads(one["card"])["max_batch_size"] for one in cluster.replicas().values()}
+
+    until(lambda: sizes() == {8}, seconds=WAIT)
     body = {"model": "paced", "messages": STORY, "max_tokens": 4}
     assert post(cluster.url, "chat/completions", body)["usage"]["completion_tokens"] == 4
 
