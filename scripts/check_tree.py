@@ -38,6 +38,11 @@ LONG_FUNCTIONS = {
     "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine": 142,
 }
 MOST_LONG_FUNCTIONS = 1
+# A function of a Rust file, from the line with `fn` to its closing brace.
+LONGEST_RUST_FUNCTION = 100
+RUST_FUNCTION = re.compile(
+    r"^( *)(?:pub(?:\([^)]*\))? )?(?:(?:const|async|unsafe|default|extern(?: \"C\")?) )*fn (\w+)"
+)
 # Files whose purpose bounds their lines.
 LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
@@ -232,6 +237,29 @@ def long_functions(name: str, source: str) -> list[str]:
     ]
     unused = sorted(k for k in LONG_FUNCTIONS.keys() - {key for key, *_ in long} if k.startswith(f"{name}:"))
     return errors + [f"{key}: is not too long any more; take it out of LONG_FUNCTIONS" for key in unused]
+
+
+def rust_functions(source: str) -> Iterator[tuple[str, int, int]]:
+    """(name, first line, number of lines) of every function with a body, of source in the style of rustfmt."""
+    lines = source.splitlines()
+    for first, found in enumerate(map(RUST_FUNCTION.match, lines)):
+        if found is None:
+            continue
+        head = next((at for at in range(first, len(lines)) if lines[at].endswith((";", "{", "}"))), first)
+        last = head
+        if lines[head].endswith("{"):
+            last = next((at for at in range(head, len(lines)) if lines[at] == found[1] + "}"), len(lines) - 1)
+        yield found[2], first + 1, last - first + 1
+
+
+def long_rust_functions(name: str, source: str) -> list[str]:
+    """Functions of a Rust file that are too long."""
+    most = LONGEST_RUST_FUNCTION
+    return [
+        f"{name}:{first}: {inner} has {lines} lines; at most {most}, so split it"
+        for inner, first, lines in rust_functions(source)
+        if lines > most
+    ]
 
 
 def compared_rows(source: str, *, lengths: bool = False) -> list[tuple[int, str]]:
@@ -460,6 +488,8 @@ def findings() -> tuple[list[str], list[str]]:
             sources[name] = text
         if name.startswith(NATIVE) and path.suffix in {".rs", ".cu", ".cuh"}:
             sources[name] = text
+        if path.suffix == ".rs":
+            errors += long_rust_functions(name, text)
         if (lines := text.count("\n")) > LINES.get(name, lines):
             errors.append(f"{name}: {lines} lines; at most {LINES[name]}")
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and lines > LONG:

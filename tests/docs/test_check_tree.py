@@ -372,6 +372,29 @@ def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch:
     assert any(error.startswith(f"LONG_FUNCTIONS has {most + 1} names, at most {most}") for error in errors)
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["fn f() {", "pub(super) const fn f() {", 'unsafe extern "C" fn f(\n    a: u32,\n) -> u32 {', "fn f()\nwhere\n{"],
+)
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_a_long_rust_function(tree: ModuleType, head: str, indent: str) -> None:
+    def source(lines: int) -> str:
+        body = ["    {", "    }"] + ["    x();"] * (lines - len(head.splitlines()) - 3)
+        before = ["fn declared(", "    a: u32,", ");", "fn empty() {}"]
+        return "".join(f"{indent}{line}\n" for line in [*before, *head.splitlines(), *body, "}", "fn g() {", "}"])
+
+    assert tree.long_rust_functions("a.rs", source(100)) == []
+    assert tree.long_rust_functions("a.rs", source(101)) == ["a.rs:5: f has 101 lines; at most 100, so split it"]
+
+
+def test_rust_files_are_asked_for_long_functions(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "rust/exl-cuda/src/ops/linear/ring/plan.rs"
+    monkeypatch.setattr(tree, "tracked", lambda: [tree.ROOT / path])
+    monkeypatch.setattr(tree, "LONGEST_RUST_FUNCTION", 20)
+    errors, _ = tree.findings()
+    assert any(error.startswith(f"{path}:") and ": plan has " in error for error in errors)
+
+
 def test_the_model_is_a_facade(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     path = "packages/exl-core/src/exl_core/model.py"
     assert tree.ROOT / path in tree.tracked()

@@ -349,6 +349,31 @@ impl Layout {
     }
 }
 
+/// Bytes of a block's shared memory that the kernel's static arrays have.
+const fn static_bytes(epilogue: Epilogue) -> usize {
+    if epilogue.adapters.is_some() {
+        2048
+    } else {
+        1024
+    }
+}
+
+/// The window of the launch without adapters. One with them that has fewer bytes in flight costs more than the launches that it saves.
+fn window_of_bare(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    epilogue: Epilogue,
+    tuning: Option<Tuning>,
+) -> Result<i32, Refusal> {
+    let adapters = None;
+    let bare = Epilogue {
+        adapters,
+        ..epilogue
+    };
+    Ok(plan(caps, matrices, m, bare, tuning)?.task.window)
+}
+
 /// Plan a launch for `m` rows; an error says why the kernel cannot take it.
 pub(super) fn plan(
     caps: &Capabilities,
@@ -359,13 +384,8 @@ pub(super) fn plan(
 ) -> Result<Plan, Refusal> {
     check(caps, matrices, m, epilogue)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
-    // For the kernel's static arrays.
-    let fixed = if epilogue.adapters.is_some() {
-        2048
-    } else {
-        1024
-    };
-    let space = caps.shared_per_block.checked_sub(fixed).ok_or(full)?;
+    let space = caps.shared_per_block.checked_sub(static_bytes(epilogue));
+    let space = space.ok_or(full)?;
     let Stages {
         begin,
         stride,
@@ -407,22 +427,9 @@ pub(super) fn plan(
     let (staging, bytes) = staged(layout.bytes);
     let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
     let window = window.clamp(1, (slots - spare) as i32);
-    if epilogue.adapters.is_some() {
-        // Fewer bytes in flight cost more than the launches that are saved.
-        let adapters = None;
-        let bare = plan(
-            caps,
-            matrices,
-            m,
-            Epilogue {
-                adapters,
-                ..epilogue
-            },
-            tuning,
-        )?;
-        if window < bare.task.window {
-            return Err(full);
-        }
+    if epilogue.adapters.is_some() && window < window_of_bare(caps, matrices, m, epilogue, tuning)?
+    {
+        return Err(full);
     }
     let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
     let task = Task {
