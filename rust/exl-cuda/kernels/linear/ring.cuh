@@ -412,6 +412,12 @@ DEVICE void store_tiles(const Task& p, const EpilogueAdapters* adapters, KnownAd
     result.advance(RESULT_BUFFERS);
   }
 }
+
+// The static arrays of a block.
+using Places = uint4[MATRICES];
+constexpr size_t STATIC_ARRAYS = sizeof(Places) + sizeof(Touched) + sizeof(TeamParts);
+static_assert(STATIC_ARRAYS <= RING_STATIC);
+static_assert(STATIC_ARRAYS + sizeof(KnownAdapters) + sizeof(Scales) <= RING_STATIC_ADAPTED);
 #endif
 
 // `adapters`: of the rows; null if the form has none.
@@ -419,7 +425,7 @@ template <int KIND, int ENTRY, bool GENERAL, bool ADAPTED>
 DEVICE void ring_matmul(const Task& p, const EpilogueAdapters* adapters) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint4 places[MATRICES];
+  __shared__ Places places;
   KnownAdapters* known = nullptr;
   if constexpr (ADAPTED) {
     __shared__ KnownAdapters of_block;

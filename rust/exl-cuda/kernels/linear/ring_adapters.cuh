@@ -16,6 +16,7 @@ struct KnownAdapters {
   int rank[GEMV_ROWS][MATRICES];                      // 0: none
   float middle[GEMV_ROWS][MATRICES][EPILOGUE_RANKS];  // the row times A times the scale of each rank
 };
+using Scales = const float*[GEMV_ROWS * MATRICES];
 // A row's tile of a block in shared memory: B, the result, the residual.
 struct Staged {
   uint8_t *at, *end;
@@ -141,7 +142,7 @@ struct Adding {
   // ---- the storing warp
   // Looks up the adapters.
   DEVICE void find() const {
-    __shared__ const float* scale[GEMV_ROWS * MATRICES];
+    __shared__ Scales scale;
     const int lane = threadIdx.x % 32;
     if (lane < GEMV_ROWS * MATRICES) {
       const LoraEntry* found = entry(lane);

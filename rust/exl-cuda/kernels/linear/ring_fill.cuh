@@ -334,11 +334,12 @@ DEVICE void fill_row(const Task& p, uint8_t* memory) {
 
 constexpr int LONG_ROW = 5;  // groups of eight elements that a thread holds at most
 
+using TeamParts = float[2][2][CONSUMERS];
 // GENERAL: the input has a LayerNorm, or is a row that is longer than four groups of eight elements a thread. A kernel of its own has this
 // code: where the input has neither, fetching instructions around it costs more than 1 % of a step of one row.
 template <bool GENERAL>
 DEVICE void fill_shared(const Task& p, uint8_t* memory) {
-  __shared__ float parts[2][2][CONSUMERS];
+  __shared__ TeamParts parts;
   if (p.flags & PADDED) clear_padding(p, memory);
   if (p.flags & ROW) return fill_row<GENERAL ? LONG_ROW : 4>(p, memory);
   const bool small = p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32);

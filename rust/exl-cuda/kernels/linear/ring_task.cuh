@@ -9,6 +9,8 @@ constexpr int MATRICES = 3, MOST_STAGES = 32;
 // Two of an SM's quarters hold five of these warps, and then 72 registers a lane of one more warp: a block of attention (attention_few.cuh)
 // that runs beside the matmul before it.
 constexpr int RING_REGISTERS = 88;
+// Bytes of a block's shared memory that the host leaves to static arrays, without and with adapters; ring.cuh adds them up.
+constexpr int RING_STATIC = 1024, RING_STATIC_ADAPTED = 2048;
 
 // One matrix of a matmul. Offsets are bytes in shared memory.
 struct Part {
@@ -76,8 +78,9 @@ DEVICE void set_up(uint32_t barriers, int from, int to, int arrivals) {
 }
 
 // A launch's parameters reach an SM one line at a time, each with the latency of L2: all consumer warps request different lines at once.
+using Touched = int[CONSUMERS];
 DEVICE void touch_parameters(const Task& p) {
-  __shared__ int touched[CONSUMERS];
+  __shared__ Touched touched;
   constexpr int WORDS = sizeof(Task) / 4;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 != 0) return;

@@ -28,6 +28,9 @@ const RING_BYTES: usize = 130 * 1024;
 const SPARE_SLOTS: usize = 3;
 /// More than half of an SM's shared memory, so that one block is placed on each SM.
 const LEAST_SHARED: usize = 116 * 1024;
+/// Bytes of the kernel's static arrays, without and with adapters.
+const STATIC: usize = 1024;
+const STATIC_ADAPTED: usize = 2048;
 pub(super) const THREADS: u32 = 576;
 /// Bits of `Task::flags`: a warp keeps its class over tiles; a layout has rows without a feature; one row of halves without a norm, in one
 /// order. FILLS is the first of the bits that name matrices with separate orders of rows.
@@ -39,6 +42,7 @@ pub(super) const LAYER: i32 = 8;
 const FILLS: usize = 8;
 
 assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
+assert_constants!(ring_task, { RING_STATIC == STATIC, RING_STATIC_ADAPTED == STATIC_ADAPTED });
 assert_constants!(ring_task, { KEEP == KEEP, PADDED == PADDED, ROW == ROW, LAYER == LAYER, FILLS == FILLS });
 /// Longest row that the kernel's 512 threads hold at once.
 const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
@@ -352,9 +356,9 @@ impl Layout {
 /// Bytes of a block's shared memory that the kernel's static arrays have.
 const fn static_bytes(epilogue: Epilogue) -> usize {
     if epilogue.adapters.is_some() {
-        2048
+        STATIC_ADAPTED
     } else {
-        1024
+        STATIC
     }
 }
 
