@@ -15,7 +15,7 @@
 #include "moe/experts.cuh"
 
 // Blocks of an SM: the registers that they leave a thread hold all without spilling.
-constexpr int EXPERT_BLOCKS = 4, EXPERT_BLOCKS_OF_MANY = 3;  // of 32 rows, and of two tiles by 16 rows
+constexpr int EXPERT_BLOCKS = 4, EXPERT_BLOCKS_OF_MANY = 3, EXPERT_MANY_RESULTS = 32;  // many: rows times tiles
 constexpr int EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
 // Floats between columns of a quarter's sums: no two lanes of a warp use a bank at once.
 constexpr int COLUMN_FLOATS = 20;
@@ -388,10 +388,10 @@ DEVICE void expert_product(const ExpertCall& call) {
   if constexpr (DOWN) pdl_wait();  // also of a block without steps: later launches count on all before this one
 }
 
-#define EXPERT_MATMUL(part, KIND, kind, ENTRY, DOWN, TILES, ROWS, name)                                                      \
-  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, TILES * ROWS >= 32 ? EXPERT_BLOCKS_OF_MANY : EXPERT_BLOCKS)   \
-      experts_##part##_##kind##_##ENTRY##_##name(const __grid_constant__ ExpertCall call) {                                  \
-    expert_product<KIND, ENTRY, DOWN, TILES, ROWS>(call);                                                                    \
+#define EXPERT_MATMUL(part, KIND, kind, ENTRY, DOWN, TILES, ROWS, name)                                                                      \
+  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, TILES * ROWS >= EXPERT_MANY_RESULTS ? EXPERT_BLOCKS_OF_MANY : EXPERT_BLOCKS)  \
+      experts_##part##_##kind##_##ENTRY##_##name(const __grid_constant__ ExpertCall call) {                                                  \
+    expert_product<KIND, ENTRY, DOWN, TILES, ROWS>(call);                                                                                    \
   }
 #define EXPERT_MATMULS(KIND, kind, ENTRY)                    \
   EXPERT_MATMUL(gate_up, KIND, kind, ENTRY, false, 1, 8, 8)  \

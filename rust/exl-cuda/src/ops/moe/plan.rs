@@ -5,11 +5,12 @@ use crate::abi::assert_constants;
 use crate::device::BLOCK_RESERVED;
 use crate::rows::FEW_ROWS;
 
-assert_constants!(experts_matmul, { EXPERT_BLOCKS == BLOCKS, EXPERT_BLOCKS_OF_MANY == BLOCKS_OF_MANY, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
+assert_constants!(experts_matmul, { EXPERT_BLOCKS == BLOCKS, EXPERT_BLOCKS_OF_MANY == BLOCKS_OF_MANY, EXPERT_MANY_RESULTS == MANY_RESULTS, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
 
-/// Blocks that the registers of an SM hold; the second of kernels of at least 32 rows and tiles together.
+/// Blocks that the registers of an SM hold; the second of kernels whose rows times tiles are at least [`MANY_RESULTS`].
 pub(super) const BLOCKS: usize = 4;
 const BLOCKS_OF_MANY: usize = 3;
+const MANY_RESULTS: usize = 32;
 
 /// Rows of an item, and tiles that a block multiplies with one load of them: the kernels are compiled for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +66,7 @@ impl Form {
     }
 
     const fn blocks(self) -> usize {
-        if self.rows() * self.tiles() < 32 {
+        if self.rows() * self.tiles() < MANY_RESULTS {
             BLOCKS
         } else {
             BLOCKS_OF_MANY

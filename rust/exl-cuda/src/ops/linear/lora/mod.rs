@@ -11,7 +11,7 @@ use crate::ops::elementwise::select::check_packed;
 use crate::ops::linear::PackedInput;
 use crate::ops::{Target, index32};
 use crate::parameters::kernels;
-use select::Kernel;
+use select::{INPUTS, Kernel, OUTPUTS};
 
 /// `struct LoraEntry` of `kernels/linear/adapters.cuh`: the adapter of one slot for one matrix, as device addresses.
 #[repr(C)]
@@ -151,7 +151,7 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
     if op.rows == 0 || op.most_rank == 0 {
         return Ok(());
     }
-    if !op.in_features.is_multiple_of(8) || !op.out_features.is_multiple_of(2) {
+    if !op.in_features.is_multiple_of(INPUTS) || !op.out_features.is_multiple_of(OUTPUTS) {
         return Err(CudaError::Argument {
             what: format!(
                 "a matrix of {} inputs and {} outputs",
@@ -328,7 +328,7 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
     if group.entries.rows == 0 || columns == 0 {
         return Ok(());
     }
-    if !input.in_features.is_multiple_of(8) {
+    if !input.in_features.is_multiple_of(INPUTS) {
         return Err(CudaError::Argument {
             what: format!("matrices of {} inputs", input.in_features),
             limit: "adapters take inputs in eights".to_owned(),
@@ -435,7 +435,10 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         return Ok(());
     }
     let [first, second, third] = results.widths;
-    let pairs = results.widths.iter().all(|width| width.is_multiple_of(2));
+    let pairs = results
+        .widths
+        .iter()
+        .all(|width| width.is_multiple_of(OUTPUTS));
     let gates = results.gate.is_none() || (first == second && third == 0);
     if !pairs || !gates {
         return Err(CudaError::Argument {

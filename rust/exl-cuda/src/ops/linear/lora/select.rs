@@ -122,8 +122,9 @@ pub const fn takes_in_matmul(sizes: Sizes) -> Result<(), MatmulRefusal> {
 const _: () = assert!(EPILOGUE_RANKS == 32, "the number in the sentence");
 
 /// Inputs that a lane reads at once, and outputs that it writes.
-const INPUTS: usize = 8;
-const OUTPUTS: usize = 2;
+pub(super) const INPUTS: usize = 8;
+pub(super) const OUTPUTS: usize = 2;
+const _: () = assert!(INPUTS == 8 && OUTPUTS == 2, "the numbers in the sentences");
 
 /// Columns that a block of [`Kernel::ShrinkPacking`] takes at most.
 const MOST_COLUMNS: usize = 32;

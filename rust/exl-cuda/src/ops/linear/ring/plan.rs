@@ -49,6 +49,12 @@ const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
 const LONG_ROW: usize = 5;
 /// Longest of these that the kernel's usual form takes.
 const SHORT_ROW_FEATURES: usize = 4 * 8 * 512;
+/// Longest row that 256 threads hold at once, as a norm's sum needs.
+const NORMED_ROW_FEATURES: usize = 4 * 8 * 256;
+const _: () = assert!(
+    NORMED_ROW_FEATURES == 8_192 && SHORT_ROW_FEATURES == 16_384,
+    "the numbers in the sentences"
+);
 
 assert_constants!(ring_fill, { LONG_ROW == LONG_ROW });
 
@@ -224,8 +230,8 @@ fn check(
     }
     // The kernel's 512 threads hold a whole row if they need its sum or maximum first.
     let widest = match epilogue {
-        Epilogue { norm: true, .. } => 8192,
-        Epilogue { bf16: true, .. } => 16384,
+        Epilogue { norm: true, .. } => NORMED_ROW_FEATURES,
+        Epilogue { bf16: true, .. } => SHORT_ROW_FEATURES,
         _ => usize::MAX,
     };
     if matrices[0].in_features() > widest {
