@@ -439,7 +439,7 @@ pub(super) fn plan(
     let window = window.clamp(1, (slots - spare) as i32);
     if epilogue.adapters.is_some() && window < window_of_bare(caps, matrices, m, epilogue, tuning)?
     {
-        return Err(full);
+        return Err(Refusal::Window);
     }
     let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
     let task = Task {

@@ -68,6 +68,10 @@ pub enum Refusal {
     Needs(Feature),
     #[error("its buffers do not fit {0} bytes of shared memory a block")]
     SharedMemory(usize),
+    #[error(
+        "with adapters it has fewer bytes in flight, which costs more than the launches that it saves"
+    )]
+    Window,
     #[error("it takes {0}")]
     Matrices(&'static str),
     #[error("it takes {0}")]

@@ -99,6 +99,32 @@ fn only_the_ring_adds_adapters_to_one_or_two_rows_of_halves() {
     }
 }
 
+#[test]
+fn adapters_that_leave_too_little_room_for_weights_are_refused_with_that_reason() {
+    let adapters = Some(Sizes {
+        levels: 1,
+        most_rank: 32,
+    });
+    for (name, units, n, expected) in [
+        ("H100", 8, 4096, None),
+        ("H100", 8, 128_256, Some(Refusal::Window)),
+        ("H100", 16, 128_256, Some(Refusal::SharedMemory(232_448))),
+        ("5090", 8, 4096, Some(Refusal::Window)),
+        ("5090", 16, 4096, Some(Refusal::SharedMemory(101_376))),
+    ] {
+        let made = sized(units, 2064, n);
+        let of = |adapters| {
+            let call = Call::aligned(2, Epilogue { adapters, ..PLAIN });
+            plan(&card(name, RELEASE), &[&made], call)
+        };
+        let found = of(adapters);
+        assert_eq!(of(None).kernel, Kernel::GemvRing, "{name} {units} {n}");
+        assert_eq!(found.joined, expected.is_none(), "{name} {units} {n}");
+        let why = found.refused.first().map(|(_, why)| *why);
+        assert_eq!(why, expected, "{name} {units} {n}");
+    }
+}
+
 /// The matmuls of a layer of an 8B Llama at 4 bits, and its head.
 fn layer() -> [(&'static str, Vec<Matrix>, Epilogue); 5] {
     let of = |units, n| sized(units, 2064, n);
