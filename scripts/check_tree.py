@@ -78,7 +78,7 @@ ROW_CONSTANTS = {
     "packages/exl-core/src/exl_core/loading/linears.py:VOCABULARY_PADDING": "rows of a file's embeddings and heads",
     "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
     "packages/exl-serve/src/exl_serve/engine/jobs.py:PAGES_AT_ONCE": "new tokens that a job reserves pages for",
-    "rust/exl-cuda/src/ops/moe/dequantized.rs:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
+    "rust/exl-cuda/src/ops/moe/select/mod.rs:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
     "rust/exl-cpu/src/attention/plan.rs:TILE_ROWS": "measured: queries that share a decoding of the keys",
     "rust/exl-cpu/src/block.rs:CHUNK_ROWS": "the only definition of the rows of a fused block of the CPU",
     "rust/exl-cpu/src/sampling/chain.rs:FEW": "a share of the blocks of a row",
@@ -106,9 +106,9 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/ops/linear/batch/plan.rs:UNTRANSPOSED": "columns of the layout of a matmul's input",
     "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_COLUMNS": "columns of a block",
     "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_SINGLE": "blocks of a launch",
-    "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
-    "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",
-    "rust/exl-cuda/src/ops/moe/select.rs:SHARED_ROWS": "measured: average rows of an expert",
+    "rust/exl-cuda/src/ops/moe/select/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
+    "rust/exl-cuda/src/ops/moe/select/mod.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",
+    "rust/exl-cuda/src/ops/moe/select/mod.rs:SHARED_ROWS": "measured: average rows of an expert",
 }
 RUST_LIMIT = re.compile(r"^pub const (\w+): usize = (\w+);$", re.MULTILINE)
 

@@ -4,7 +4,8 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::Device;
-use exl_cuda::ops::moe::route::{self, Choice, NormShape, Plan, Route, RouteNorm, Router};
+use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
+use exl_cuda::ops::moe::select::route::{MOST_HIDDEN, NormShape, Plan, Router};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -122,7 +123,7 @@ impl ExpertRouter {
     /// Most features of a row.
     #[classattr]
     fn most_hidden() -> usize {
-        route::MOST_HIDDEN
+        MOST_HIDDEN
     }
 
     /// Why no kernel chooses `chosen` of `experts` experts by a router of `hidden` features, whatever the card and the rows; None where one does.

@@ -1,6 +1,7 @@
 //! Launches around matmuls of dequantized experts, which cuBLAS does: padding of their rows, dequantization, and the weighted sum of the
 //! results.
 
+use super::select::FREE_ROWS;
 use super::{Call, Experts, sum_parts};
 use crate::abi::assert_layout;
 use crate::device::Device;
@@ -35,9 +36,6 @@ pub const DEQUANTIZED_BYTES: usize = 128 << 20;
 
 /// Rows of an expert are padded to a multiple of this: cuBLAS chooses kernels anew for each number of rows.
 const ROUND: usize = 32;
-
-/// Rows of an expert that cost no more than fewer.
-const FREE_ROWS: usize = 64;
 
 /// The experts that have rows in groups of at most `most`, each with the padded rows of its experts; expert e has rows `begins[e]` to
 /// `begins[e + 1]`.

@@ -370,7 +370,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         let mut names = [ARRANGE, COMBINE, "experts_pad"]
             .map(str::to_owned)
             .to_vec();
-        names.extend(route::kernels());
+        names.extend(select::route::kernels());
         return names;
     };
     if rest == "dequantize" {

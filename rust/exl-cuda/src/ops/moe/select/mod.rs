@@ -1,7 +1,9 @@
-//! Ways to run the experts of a layer: in shared launches, for few or many rows, dequantized, or one expert after the other.
+//! The tables of mixtures: of routers in [`route`], and here ways to run the experts of a layer: in shared launches, for few or many rows, dequantized, or one expert after the other.
 //!
 //! Shared launches give results that are bitwise those of one expert after the other with batch-invariant matmuls.
 //! [`super::Experts::new`] reports which experts can share launches on a card.
+
+pub mod route;
 
 use super::plan::Form;
 use crate::rows::{FEW_ROWS, PACKED_ROWS};
@@ -14,6 +16,9 @@ const SHARED_WORK: usize = 3_000_000_000;
 
 /// Average rows an expert from which dequantizing all experts that rows chose, for cuBLAS, is faster than shared launches, by measurement.
 const DEQUANTIZED_ROWS: usize = 64;
+
+/// Rows of a dequantized expert that cost cuBLAS no more than fewer.
+pub(super) const FREE_ROWS: usize = 64;
 
 /// Ways to run the experts of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
