@@ -70,9 +70,6 @@ def test_adapted_rows_and_shapes_that_no_kernel_takes_are_named() -> None:
     why = selection.refusal_of_adapted_rows(most + 1)
     assert why == f"adapters are added by kernels to at most {most} rows"
     assert selection.refusal_of_adapted_rows(most + 1, invariant=True) is None
-    assert selection.adapters_pack_input(most, 8)
-    assert not selection.adapters_pack_input(most + 1, 8)
-    assert not selection.adapters_pack_input(1, selection.LIMITS.most_packed_width + 8)
     assert selection.refusal_of_adapted_shapes(64, (2, 4, 6)) is None
     for in_features, widths, says in [
         (68, [2], "8"),
@@ -237,6 +234,8 @@ def test_scratch_memory_of_experts_is_within_the_bound_of_load_plans(
         assert bound // 8 < card.plan_experts([made] * count, rows, chosen).scratch_bytes <= bound, rows
     split = card.plan_experts([made] * count, 3 * most + 1, chosen)
     assert split.scratch_bytes == card.plan_experts([made] * count, most, chosen).scratch_bytes, "of one launch"
+    for rows in (most - 1, most, most + 1):
+        assert card.plan_experts([made] * count, rows, chosen, invariant=True).rows == min(rows, most)
 
 
 def test_attention_by_card_cache_and_shape() -> None:

@@ -891,6 +891,11 @@ class ExpertsPlan:
         Why the experts cannot share launches, or None.
         """
     @property
+    def rows(self, /) -> int:
+        """
+        Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized or refused.
+        """
+    @property
     def scratch_bytes(self, /) -> int:
         """
         Bytes of scratch memory of shared launches; 0 where the experts cannot share them.

@@ -252,15 +252,22 @@ pub struct ExpertsPlan {
 impl ExpertsPlan {
     /// The plan for `rows` rows with `chosen` experts each, batch-invariant or not.
     pub fn of(experts: &moe::Experts, rows: usize, chosen: usize, invariant: bool) -> Self {
+        let plan = Self::new(experts.kernel(rows, chosen, invariant), rows, None);
         Self {
+            rows: if plan.dequantizes {
+                rows
+            } else {
+                moe::rows_at_once(rows, chosen)
+            },
             scratch_bytes: experts.scratch_bytes(rows, chosen),
             launches: experts.launches(rows, chosen, invariant),
-            ..Self::new(experts.kernel(rows, chosen, invariant), None)
+            ..plan
         }
     }
 
-    fn new(kernel: moe::select::Kernel, refused: Option<String>) -> Self {
+    fn new(kernel: moe::select::Kernel, rows: usize, refused: Option<String>) -> Self {
         Self {
+            rows,
             kernel: kernel.name(),
             shares: kernel.shares(),
             dequantizes: kernel.dequantizes(),
@@ -287,7 +294,7 @@ pub fn cuda_select_experts(
         .collect();
     match moe::Experts::new(&all, &card.caps) {
         Ok(made) => ExpertsPlan::of(&made, rows, chosen, invariant),
-        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, Some(why)),
+        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, rows, Some(why)),
     }
 }
 

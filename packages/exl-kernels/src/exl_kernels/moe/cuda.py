@@ -22,7 +22,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
-from ..linear.planned import KEPT_PLANS
+from ..linear.planned import KEPT_PLANS, blocks_of
 from ..selection import LIMITS, PACKED_ROWS, RouterPlan, refusal_of_experts
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
@@ -283,10 +283,8 @@ class GroupedExperts:
                     residual=None if residual is None else residual[some],
                 )
             return out
-        each = self._most_pairs // chosen
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self.device)
-        for begin in range(0, rows, each):
-            some = slice(begin, begin + each)
+        for some in blocks_of(rows, plan.rows):
             self._native.run(
                 self._table,
                 h[some],

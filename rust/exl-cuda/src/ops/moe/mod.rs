@@ -20,10 +20,10 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 use crate::parameters::kernels;
 use plan::{Form, Matmul};
-use scratch::{ITEM_BYTES, Scratch, rows_at_once};
+use scratch::{ITEM_BYTES, Scratch};
 use select::Kernel;
 
-pub use scratch::most_scratch_bytes;
+pub use scratch::{most_scratch_bytes, rows_at_once};
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;

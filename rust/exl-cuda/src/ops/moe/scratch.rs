@@ -37,7 +37,7 @@ impl Scratch {
 }
 
 /// Rows of a launch: those of a call, or as many as have [`MOST_PAIRS`] pairs.
-pub(super) fn rows_at_once(rows: usize, chosen: usize) -> usize {
+pub fn rows_at_once(rows: usize, chosen: usize) -> usize {
     rows.min(MOST_PAIRS / chosen.max(1))
 }
 
