@@ -41,6 +41,7 @@ class FusedDouble:
 
     def __init__(self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None) -> None:
         self.matrices, self.norm, self.activation = matrices, norm, activation
+        self.is_gated = activation is not None and len(matrices) > 1
         self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -82,15 +83,15 @@ class FusedDouble:
     def pays_apart(self, rows: int, *, invariant: bool) -> bool:
         return rows_are_invariant(rows, invariant=invariant) and self.kernel(min(rows, BLOCK_ROWS)) == "gemm_batch"
 
-    def takes_at_once(self, rows: int) -> bool:
-        return self.kernel(rows) is not None
-
     def takes_packed(self, rows: int) -> bool:
         return self.kernel(rows) == "gemm_few"
 
     def input_columns(self, rows: int) -> int | None:
         """Few rows have a packed input; attention packs none of more, here."""
         return FEW_ROWS if self.takes_packed(rows) and self.norm is None else None
+
+    def columns_for_adapters(self, rows: int) -> int | None:
+        return self.input_columns(rows)
 
     def input_of(self, m: int) -> MatmulInput | None:
         """The plain input."""
@@ -248,7 +249,7 @@ class GroupDouble:
             normed.copy_(h)
         return h
 
-    def fits(self, matmul: FusedDouble, x: Tensor) -> bool:
+    def fits(self, matmul: FusedDouble, x: Tensor, *, residual: bool = False) -> bool:
         """Of rows with one adapter each at most."""
         rows = x.shape[0]
         plain = matmul.norm is None or not matmul.norm.layer

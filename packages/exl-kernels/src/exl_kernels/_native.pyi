@@ -79,7 +79,6 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
-    "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
     "cuda_attention_stores_keys",
@@ -1172,6 +1171,11 @@ class MatmulPlan:
         Whether a call by this plan can write its results packed as the input of a call by `next`, of the same GPU and as many features.
         """
     @property
+    def columns_for_adapters(self, /) -> int | None:
+        """
+        Columns in which the launch of adapters before the matmul packs its rows into the scratch memory; None where it leaves them as they are.
+        """
+    @property
     def dequantizes(self, /) -> bool:
         """
         Whether the caller dequantizes the matrix and multiplies by cuBLAS; `run` has no launch for that.
@@ -1740,11 +1744,6 @@ def apply_rope(x: Tensor, *, cos: Tensor, sin: Tensor, positions: Tensor, interl
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, *, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
-def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
-    """
-    Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
-    """
-
 def cuda_add_post_norm(
     x: Tensor,
     *,

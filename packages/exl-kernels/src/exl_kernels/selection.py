@@ -41,7 +41,6 @@ __all__ = [
     "RouterPlan",
     "Selection",
     "adapter_kernels",
-    "adapters_pack_input",
     "attention_stores_keys",
     "is_decode_step",
     "known_cards",
@@ -529,11 +528,6 @@ def refusal_of_adapted_rows(rows: int, *, invariant: bool = False) -> str | None
         invariant: the rows are asked to be batch-invariant (`device.row_invariant`), as those of captured steps are.
     """
     return _native.cuda_refusal_of_adapted_rows(rows, invariant=invariant)
-
-
-def adapters_pack_input(rows: int, in_features: int) -> bool:
-    """Return whether the launch of `LoraGroup.shrink` may pack rows of a matmul's input."""
-    return _native.cuda_adapters_pack_input(rows, in_features)
 
 
 def refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:

@@ -243,6 +243,8 @@ pub struct ExpertsPlan {
     dequantizes: bool,
     /// Why the experts cannot share launches, or None.
     refused: Option<String>,
+    /// Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized or refused.
+    rows: usize,
     /// Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
     scratch_bytes: usize,
     /// Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
@@ -411,12 +413,6 @@ pub fn cuda_select_adapters(
 pub fn cuda_refusal_of_adapted_rows(rows: usize, invariant: bool) -> Option<String> {
     let refused = adapters::takes_rows(rows, invariant).err();
     refused.map(|why| why.to_string())
-}
-
-/// Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
-#[pyfunction]
-pub fn cuda_adapters_pack_input(rows: usize, in_features: usize) -> bool {
-    adapters::packs_input(rows, in_features)
 }
 
 /// Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm
+from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraGroup
-from exl_kernels.selection import adapters_pack_input
 
 from ..layers import Linear
 from ..lora.rows import RowAdapters
@@ -33,41 +32,37 @@ class MatmulAdapters:
     slots: Tensor
     """int32 [T], the slot of each row, as for `LoraGroup.shrink`."""
 
-    def first(
-        self, matmul: FusedLinear, bare: FusedLinear, x: Tensor, norm: FusedNorm | None, activation: Activation | None
-    ) -> Tensor:
-        """Return the activation of x, or its norm, times the matrices, with the adapters.
+    def first(self, matmul: FusedLinear, bare: FusedLinear, x: Tensor) -> Tensor:
+        """Return `matmul(x)` with the adapters of each row added before its activation.
 
         Args:
-            matmul: the matmul of all matrices, with the norm and the activation.
+            matmul: the matmul of all matrices, with the norm of its input and the activation.
             bare: the same without both.
             x: [T, in].
-            norm: the norm of the input, or None.
-            activation: of two matrices [gate, up]: gates the second; of one: of the results; or None.
 
         Returns:
-            [T, outputs of all matrices], or of one of two with an activation.
+            [T, outputs of the matmul].
         """
         rows = x.shape[0]
         if self.group.fits(matmul, x):
             return self.group.multiply(matmul, x, self.slots, out=x.new_empty(rows, matmul.out_features))
-        y, middle = self._multiply(bare, x, norm, x.new_empty(rows, bare.out_features))
-        if len(self.group.widths) > 1:
-            return self.group.expand(y, middle, self.slots, activation=activation)
+        y, middle = self._multiply(bare, x, matmul.norm, x.new_empty(rows, bare.out_features))
+        if matmul.is_gated:
+            return self.group.expand(y, middle, self.slots, activation=matmul.activation)
         y = self.group.expand(y, middle, self.slots)
-        return y if activation is None else activate(y, activation, out=y)
+        return y if matmul.activation is None else activate(y, matmul.activation, out=y)
 
     def last(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
-        if self.group.fits(matmul, x):
+        if self.group.fits(matmul, x, residual=residual is not None):
             self.group.multiply(matmul, x, self.slots, out=out, residual=residual)
             return
         y, middle = self._multiply(matmul, x, None, out if residual is None else torch.empty_like(out))
         self.group.expand(y, middle, self.slots, out=out, residual=residual)
 
     def _multiply(self, matmul: FusedLinear, x: Tensor, norm: FusedNorm | None, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply by A and by the matrices; where the matmul takes packed input, the launch before packs it."""
-        given = matmul.input_of(x.shape[0]) if adapters_pack_input(*x.shape) else None
+        """Multiply by A and by the matrices; the launch before the matmul packs its input where the plan says so."""
+        given = None if matmul.columns_for_adapters(x.shape[0]) is None else matmul.input_of(x.shape[0])
         if given is not None:
             middle = self.group.shrink(x, self.slots, norm=norm, into=given)
             return matmul.from_input(given, out), middle

@@ -24,7 +24,6 @@ from exl_kernels.selection import (
     RouterPlan,
     Selection,
     adapter_kernels,
-    adapters_pack_input,
     attention_stores_keys,
     refusal_of_experts,
     rope_store_kernel,
@@ -499,8 +498,7 @@ class _Uses:
             return
         for half in self._halves:
             for plan in _plans(half):
-                gated = plan.activation is not None and len(plan.about.first) > 1
-                ranks = self._rank * len(plan.about.first)
+                ranks, gated = self._rank * len(plan.about.first), plan.first.is_gated
                 self._adapters(self._adding(plan.first, residual=False), self._bare(plan), ranks, gated=gated)
                 adding = self._adding(plan.last, residual=plan.adds_residual)
                 self._adapters(adding, plan.last, self._rank, gated=False)
@@ -512,8 +510,7 @@ class _Uses:
         """Add the launches of adapters around a joined matmul, as `MatmulAdapters`; ranks: of all its matrices."""
         if adding is not None and adding.joined:
             return
-        fits = adapters_pack_input(self._count, bare.in_features)
-        columns = bare.input_columns(self._count) if fits else None
+        columns = bare.columns_for_adapters(self._count)
         found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
         self._add("adapters", found.kernel, (*found.reasons, *(adding.reasons if adding is not None else ())))
 

@@ -93,8 +93,8 @@ class JoinedOperators(Operators):
         assert not isinstance(h, PackedInput), "steps with adapters pack no input"
         norms = h is None and half.plan.norm_launch(x.shape[0], joined=True, adapted=True) is NormLaunch.ADAPTERS
         if norms:
-            return adapters.first(half.first, half.first_bare, x, input_norm(half.own_norm), half.activation)
-        return adapters.first(half.first_normed, half.first_bare, half.normed(x, h), None, half.activation)
+            return adapters.first(half.first, half.first_bare, x)
+        return adapters.first(half.first_normed, half.first_bare, half.normed(x, h))
 
     def _pending(self, half: JoinedHalf, x: Tensor, h: HalfInput) -> PendingMatmul:
         """Return the first matmul: with its norm, if no other launch has computed that."""

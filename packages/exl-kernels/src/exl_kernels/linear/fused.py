@@ -137,6 +137,7 @@ class FusedLinear(PlannedMatmul):
         self.device = first.device
         self._group = self._native_group()
         self.is_quantized = self._group is not None
+        self.is_gated = activation is not None and len(matrices) > 1
         self._plans: dict[int, _native.MatmulPlan] = {}
         self._norm: _native.NormPrologue | None = None
         self._packed_norm: _native.NormPrologue | None = None
@@ -270,7 +271,8 @@ class FusedLinear(PlannedMatmul):
         plan = self._plan(m, residual is not None, x.data_ptr() % 16 == 0, adapters=sizes)
         if plan is None:
             raise UnsupportedError(
-                f"no launch of {m} rows of these matrices adds adapters: add them by `LoraGroup.expand`"
+                f"no launch of {m} rows of these matrices adds adapters: launch `LoraGroup.shrink` before the matmul "
+                "and `LoraGroup.expand` behind it"
             )
         assert self._group is not None
         launch_matmul(self._group, plan, x, out, residual=residual, norm=self._norm, adapters=adapters)

@@ -194,9 +194,16 @@ class LoraGroup:
         self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
         self._sizes = _native.AdapterSizes(levels=len(levels), most_rank=self.most_rank)
 
-    def fits(self, matmul: FusedLinear, x: Tensor) -> bool:
-        """Return whether `multiply` takes the matmul, of the matrices of the group, with this input [T, in]."""
-        return x.data_ptr() % 16 == 0 and matmul.takes_adapters(x.shape[0], self._sizes)
+    def fits(self, matmul: FusedLinear, x: Tensor, *, residual: bool = False) -> bool:
+        """Return whether `multiply` takes the matmul, of the matrices of the group.
+
+        Args:
+            matmul: with or without a norm and a gate.
+            x: [T, in].
+            residual: a residual is added.
+        """
+        aligned = x.data_ptr() % 16 == 0
+        return matmul.takes_adapters(x.shape[0], self._sizes, residual=residual, aligned=aligned)
 
     def shrink(
         self,

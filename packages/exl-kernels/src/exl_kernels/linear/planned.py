@@ -26,12 +26,15 @@ class PlannedMatmul(ABC):
         out_features: columns of the result.
         device: the GPU; "meta" for shapes.
         is_quantized: all matrices are quantized, so that calls have plans.
+        is_gated: the activation of the first of two matrices gates the second. Where launches of adapters surround the
+            matmul, the one behind it applies that gate; an activation of one matrix is a launch of its own.
     """
 
     in_features: int
     out_features: int
     device: torch.device
     is_quantized: bool
+    is_gated: bool
 
     @abstractmethod
     def _planned(
@@ -85,13 +88,18 @@ class PlannedMatmul(ABC):
         plan = self._planned(rows)
         return blocks_of(rows, rows if plan is None else plan.rows)
 
-    def takes_at_once(self, rows: int) -> bool:
-        """Return whether one launch takes `rows` aligned rows."""
-        return self._plan(rows) is not None
+    def takes_adapters(
+        self, rows: int, adapters: _native.AdapterSizes, *, residual: bool = False, aligned: bool = True
+    ) -> bool:
+        """Return whether the launch of `rows` rows adds such adapters itself, before gate and residual.
 
-    def takes_adapters(self, rows: int, adapters: _native.AdapterSizes) -> bool:
-        """Return whether the launch of `rows` aligned rows adds such adapters itself, before gate and residual."""
-        return self._plan(rows, adapters=adapters) is not None
+        Args:
+            rows: number of rows.
+            adapters: sizes of the adapters.
+            residual: a residual is added.
+            aligned: the input is aligned to 16 bytes.
+        """
+        return self._plan(rows, residual, aligned, adapters=adapters) is not None
 
     def takes_packed(self, rows: int) -> bool:
         """Return whether the preceding matmul can pack the input of a call of `rows` rows (`FusedLinear.chained`)."""
@@ -102,6 +110,11 @@ class PlannedMatmul(ABC):
         """Return the columns of the input that another launch may pack for a call of `rows` rows; None if none may."""
         plan = self._plan(rows)
         return None if plan is None or plan.separate_gate else plan.input_columns
+
+    def columns_for_adapters(self, rows: int) -> int | None:
+        """Return the columns of the input that the launch of adapters before the matmul packs; None if it does not."""
+        plan = self._plan(rows)
+        return None if plan is None else plan.columns_for_adapters
 
     def chains_to(self, following: PlannedMatmul, rows: int) -> bool:
         """Return whether chained calls of `rows` rows can write their results as the packed input of `following`."""
@@ -142,6 +155,7 @@ class ShapedMatmul(PlannedMatmul):
         self.out_features = widths[0] if widths and activation else sum(widths)
         self.device = torch.device("meta")
         self.is_quantized = bool(self._shapes)
+        self.is_gated = activation and len(matrices) > 1
 
     def _planned(
         self,

@@ -171,6 +171,12 @@ impl MatmulPlan {
         self.plan.input_columns
     }
 
+    /// Columns in which the launch of adapters before the matmul packs its rows into the scratch memory; None where it leaves them as they are.
+    #[getter]
+    fn columns_for_adapters(&self) -> Option<usize> {
+        self.plan.columns_for_adapters()
+    }
+
     /// Whether a call by this plan can write its results packed as the input of a call by `next`, of the same GPU and as many features.
     fn chains_to(&self, next: &Self) -> bool {
         self.plan.chains_to(&next.plan)

@@ -70,7 +70,8 @@ pub const fn takes_rows(rows: usize, invariant: bool) -> Result<(), Refusal> {
     Err(Refusal::Rows(PACKED_ROWS))
 }
 
-/// Whether the launch that multiplies `rows` rows by A may pack them as the input of a matmul.
+/// Whether the launch that multiplies `rows` rows by A may pack them as the input of a matmul
+/// ([`crate::ops::linear::select::Plan::columns_for_adapters`]).
 pub const fn packs_input(rows: usize, in_features: usize) -> bool {
     rows <= PACKED_ROWS && in_features <= MOST_PACKED_WIDTH
 }

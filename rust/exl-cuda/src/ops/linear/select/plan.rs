@@ -1,5 +1,6 @@
 //! The launch plan of a matmul: kernel, memory and chaining.
 
+use super::super::lora::select::packs_input;
 use super::super::{Matrix, batch, few, ring};
 use super::{Call, Epilogue, Kernel, Refusal};
 use crate::capabilities::Capabilities;
@@ -31,6 +32,7 @@ pub enum Planned {
 pub struct Plan {
     /// The call of one launch. A call of more rows is several launches of so many, each planned by its own rows.
     pub call: Call,
+    pub in_features: usize,
     pub kernel: Kernel,
     /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a separate plan ([`super::plan_alone`];
     /// `kernel` is that of the first), and norm, gate and residual are separate launches.
@@ -74,6 +76,7 @@ impl Plan {
     ) -> Self {
         let mut plan = Self {
             call,
+            in_features: matrices[0].in_features(),
             kernel,
             joined,
             pays_apart: joined && kernel == Kernel::GemmBatch,
@@ -198,6 +201,12 @@ impl Plan {
             Some(_) if self.joined => "gemv_ring_adapted",
             _ => self.kernel.name(),
         }
+    }
+
+    /// Columns in which the launch of adapters before this matmul packs its rows; None where it leaves them as they are.
+    pub fn columns_for_adapters(&self) -> Option<usize> {
+        self.input_columns
+            .filter(|_| !self.separate_gate && packs_input(self.call.rows, self.in_features))
     }
 
     /// Whether one launch on packed weights takes a whole block of rows.
