@@ -110,14 +110,14 @@ class Decoder:
         generated = sequence.generated
         constraint = self.constraints.at(generated)
         return Draw(
-            self.sampler,
-            windows[0].row(at),
-            sequence.ids,
-            generated,
-            constraint,
-            windows[1].row(at) if len(windows) > 1 else None,
-            len(constraint.blocked),  # each token that was excluded here took a random number
-            self._request.return_top_tokens,
+            sampler=self.sampler,
+            logits=windows[0].row(at),
+            context=sequence.ids,
+            position=generated,
+            constraint=constraint,
+            negative=windows[1].row(at) if len(windows) > 1 else None,
+            attempt=len(constraint.blocked),  # each token that was excluded here took a random number
+            top_n=self._request.return_top_tokens,
         )
 
     def draws(self, windows: list[Window], at: int, sequence: Sequence, guesses: list[int]) -> list[Draw]:
@@ -135,14 +135,14 @@ class Decoder:
             constraint = self.constraints.at(generated + i)
             drawn.append(
                 Draw(
-                    self.sampler,
-                    windows[0].row(at + i),
-                    np.concatenate([ids, np.array(guesses[:i], dtype=np.int64)]) if reads else ids,
-                    generated + i,
-                    constraint,
-                    windows[1].row(at + i) if len(windows) > 1 else None,
-                    len(constraint.blocked),
-                    self._request.return_top_tokens,
+                    sampler=self.sampler,
+                    logits=windows[0].row(at + i),
+                    context=np.concatenate([ids, np.array(guesses[:i], dtype=np.int64)]) if reads else ids,
+                    position=generated + i,
+                    constraint=constraint,
+                    negative=windows[1].row(at + i) if len(windows) > 1 else None,
+                    attempt=len(constraint.blocked),
+                    top_n=self._request.return_top_tokens,
                 )
             )
         return drawn

@@ -131,9 +131,27 @@ class ExLlamaV2DynamicGenerator(PageViews):
         check_part("tokenizer", tokenizer, TokenizerOf)
         count_of("max_sampling_threads", max_sampling_threads)
         count_of("min_sampling_threads", min_sampling_threads)
-        limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
+        limits = Limits.resolve(
+            model,
+            cache,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            max_chunk_size=max_chunk_size,
+            max_q_size=max_q_size,
+            paged=paged,
+            page_size=page_size,
+        )
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
-        check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
+        check_drafting(
+            model,
+            cache,
+            draft_model=draft_model,
+            draft_cache=draft_cache,
+            use_ngram=use_ngram_draft,
+            num_draft_tokens=drafts,
+            max_ngram=max_ngram,
+            max_q_size=max_q_size,
+        )
         check_history(shared_ngram_tokens, use_ngram_draft)
         check_pace(model, target_step_seconds)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.

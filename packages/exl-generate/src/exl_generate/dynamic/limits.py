@@ -38,6 +38,7 @@ class Limits:
         cls,
         model: Model,
         cache: Cache,
+        *,
         max_batch_size: int | None,
         max_seq_len: int | None,
         max_chunk_size: int | None,
@@ -156,6 +157,7 @@ def check_history(shared_ngram_tokens: int, use_ngram: bool) -> None:
 def check_drafting(
     model: Model,
     cache: Cache,
+    *,
     draft_model: Model | None,
     draft_cache: Cache | None,
     use_ngram: bool,

@@ -17,7 +17,7 @@ from exl_kernels.sampling import Failure, Row, Sampled, TokenTarget
 __all__ = ["Draw", "LaunchedDraws", "launch_draws", "sample_draws"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Draw:
     """The sampler's input for one job.
 
