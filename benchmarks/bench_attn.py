@@ -87,10 +87,14 @@ class Layers:
         if self.shape.own:
             return attention_cuda.attend_own(
                 *(self.q, self.k, self.v, pages),
-                tables=attention_cuda.AttentionTables(*where, max_keys=self.shape.context),
+                tables=attention_cuda.AttentionTables(
+                    self.table, rows=self.rows, positions=self.positions, max_keys=self.shape.context
+                ),
                 slots=self.slots,
-                rotation=attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, False),
-                options=attention_cuda.attention_options(scale, 0, 0.0),
+                rotation=attention_cuda.Rotation(
+                    cos=self.cos, sin=self.sin, positions=self.rope_positions, interleaved=False
+                ),
+                options=attention_cuda.attention_options(scale, window=0, softcap=0.0),
                 out=self.out,
                 early=True,
             )

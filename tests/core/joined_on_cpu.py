@@ -150,8 +150,7 @@ def own_double(
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     if rotation.cos.shape[1]:
-        turn = (rotation.cos, rotation.sin, rotation.positions)
-        rope_store(pages, q, k, v, *turn, slots, interleaved=rotation.interleaved)
+        rope_store(pages, q, k, v, rotation=rotation, slots=slots)
     else:
         store_kv(pages, k, v, slots)
     return _attended(q, pages, tables, options, into)
@@ -176,11 +175,11 @@ def _attended(q: Tensor, pages: Any, tables: AttentionTables, options: Any, into
     return mixed
 
 
-def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, interleaved: bool) -> None:
+def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, slots: Tensor) -> None:
     """`rope_store` of views of wider rows, which only a GPU takes."""
     assert k.stride(0) == v.stride(0), "as a GPU needs it"
     turned = q.contiguous()
-    rope_store(pages, turned, k.contiguous(), v.contiguous(), *tables, interleaved=interleaved)
+    rope_store(pages, turned, k.contiguous(), v.contiguous(), rotation=rotation, slots=slots)
     q.copy_(turned)
 
 

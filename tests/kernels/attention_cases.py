@@ -200,10 +200,14 @@ class OwnStep:
         return attention_cuda.attend_own(
             *self.parts(),
             self.case.pages,
-            tables=attention_cuda.AttentionTables(self.table, self.rows, self.positions, key_mask, max_keys),
+            tables=attention_cuda.AttentionTables(
+                self.table, rows=self.rows, positions=self.positions, key_mask=key_mask, max_keys=max_keys
+            ),
             slots=self.slots,
-            rotation=attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, self.interleaved),
-            options=attention_cuda.attention_options(self.case.scale, window, softcap),
+            rotation=attention_cuda.Rotation(
+                cos=self.cos, sin=self.sin, positions=self.rope_positions, interleaved=self.interleaved
+            ),
+            options=attention_cuda.attention_options(self.case.scale, window=window, softcap=softcap),
             **options,
         )
 

@@ -352,9 +352,9 @@ def test_a_launch_needs_the_memory_of_its_plan() -> None:
     q = torch.zeros(2, 4, 64, dtype=torch.float16, device="cuda")
     rows = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     tables = _native.AttentionTables(table, rows=rows, positions=rows)
-    options = _native.AttentionOptions(1.0, 0, 0.0)
+    options = _native.AttentionOptions(1.0, window=0, softcap=0.0)
     call = pages.attention(q.flatten(), q_stride=256, tables=tables, options=options, out=q, launch=launch_on(q))
-    floats, counters = call.workspace
+    floats, counters = call.partial_floats, call.ticket_counters
     assert floats > 0
     assert counters > 0
     for partials, tickets in ((None, None), (torch.empty(floats - 1, device="cuda"), None)):

@@ -215,11 +215,13 @@ def test_many_sequences_equal_each_alone(kind: Any, groups: int, dim: int) -> No
         alone = attention_cuda.attend_own(
             *(q[one], k[one], v[one], step.case.pages),
             tables=attention_cuda.AttentionTables(
-                step.table, step.rows[one], step.positions[one], max_keys=step.lengths[b]
+                step.table, rows=step.rows[one], positions=step.positions[one], max_keys=step.lengths[b]
             ),
             slots=step.slots[one],
-            rotation=attention_cuda.Rotation(step.cos, step.sin, step.rope_positions[one], False),
-            options=attention_cuda.attention_options(step.case.scale, 0, 0.0),
+            rotation=attention_cuda.Rotation(
+                cos=step.cos, sin=step.sin, positions=step.rope_positions[one], interleaved=False
+            ),
+            options=attention_cuda.attention_options(step.case.scale, window=0, softcap=0.0),
         )
         assert torch.equal(alone[0], many[b]), b
 
@@ -251,9 +253,9 @@ def test_blocks_of_every_size_give_the_bits_of_tokens_many(
 def test_own_keys_that_do_not_fit_are_refused() -> None:
     step = own_step("fp16", [5, 9], dim=64)
     q, k, v = step.parts()
-    tables = attention_cuda.AttentionTables(step.table, step.rows, step.positions)
-    turn = attention_cuda.Rotation(step.cos, step.sin, step.rope_positions, False)
-    pages, options = step.case.pages, attention_cuda.attention_options(1.0, 0, 0.0)
+    tables = attention_cuda.AttentionTables(step.table, rows=step.rows, positions=step.positions)
+    turn = attention_cuda.Rotation(cos=step.cos, sin=step.sin, positions=step.rope_positions, interleaved=False)
+    pages, options = step.case.pages, attention_cuda.attention_options(1.0, window=0, softcap=0.0)
     with pytest.raises(ShapeError, match="attend_own: k"):
         attention_cuda.attend_own(q, k[:1], v, pages, tables=tables, slots=step.slots, rotation=turn, options=options)
     with pytest.raises(DTypeError, match="float32"):

@@ -55,8 +55,8 @@ def test_tokens_with_blocks_of_their_own_have_the_bits_of_tokens_that_share_tile
         where, scale = (case.pages, table, rows, places), dim**-0.5
         want = paged_attention(q.contiguous(), *where, scale=scale, **options)
         for most in (513, 1 << 20):
-            tables = AttentionTables(table, rows, places, max_keys=most)
-            made = attention_options(scale, options.get("window", 0), options.get("softcap", 0.0))
+            tables = AttentionTables(table, rows=rows, positions=places, max_keys=most)
+            made = attention_options(scale, window=options.get("window", 0), softcap=options.get("softcap", 0.0))
             got = attention_cuda.attend_stored(q, case.pages, tables, made, tokens=each)
             assert got.isfinite().all()
             assert torch.equal(got, want), (each, most)
@@ -81,21 +81,21 @@ def test_results_go_packed_to_the_next_matmul(tokens: int) -> None:
     where = (case.pages, case.block_table.cuda(), rows, places)
     x = paged_attention(q, *where, scale=0.1).view(tokens, -1)
     want = matmul(x, x.new_empty(tokens, 64))
-    tables = AttentionTables(*where[1:])
-    options = attention_options(0.1, 0, 0.0)
+    tables = AttentionTables(where[1], rows=rows, positions=places)
+    options = attention_options(0.1, window=0, softcap=0.0)
     assert attention_cuda.attend_stored(q, case.pages, tables, options, tokens=tokens, into=given) is given.scratch
     assert torch.equal(matmul.from_input(given, x.new_empty(tokens, 64)), want)
 
 
 def test_many_tokens_of_a_row_are_a_prompt() -> None:
     case = make_cuda_case("fp16", [300], heads=2, groups=4, dim=128, page_size=64)
-    options = attention_options(0.1, 0, 0.0)
+    options = attention_options(0.1, window=0, softcap=0.0)
     for each in (300, 17):
         rows, places = tokens_of([300], each)
         q = randn(each, 8, 128, seed=1).half().cuda()
         where = (case.block_table.cuda(), rows, places)
         want = paged_attention(q, case.pages, *where, scale=0.1)
-        tables = AttentionTables(*where)
+        tables = AttentionTables(where[0], rows=rows, positions=places)
         assert torch.equal(attention_cuda.attend_stored(q, case.pages, tables, options, tokens=each), want)
     given = FusedLinear([matmul_of(1024, "exl2")]).input_of(17)
     with pytest.raises(ShapeError, match="few tokens a row"):
@@ -106,8 +106,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     case = make_cuda_case("fp16", [9], heads=2, groups=2, dim=64)
     rows, places = tokens_of([9], 3)
     q = randn(3, 4, 64, seed=1).half().cuda()
-    table, options = case.block_table.cuda(), attention_options(1.0, 0, 0.0)
-    tables = AttentionTables(table, rows, places)
+    table, options = case.block_table.cuda(), attention_options(1.0, window=0, softcap=0.0)
+    tables = AttentionTables(table, rows=rows, positions=places)
     with pytest.raises(ShapeError, match="attend_stored: q"):
         attention_cuda.attend_stored(q[:, :3], case.pages, tables, options, tokens=3)
     with pytest.raises(ShapeError, match="heads side by side"):
@@ -115,7 +115,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             q.transpose(0, 1).contiguous().transpose(0, 1), case.pages, tables, options, tokens=3
         )
     with pytest.raises(ShapeError, match="attend_stored"):
-        attention_cuda.attend_stored(q, case.pages, AttentionTables(table, rows[:2], places), options, tokens=3)
+        attention_cuda.attend_stored(
+            q, case.pages, AttentionTables(table, rows=rows[:2], positions=places), options, tokens=3
+        )
     with pytest.raises(DTypeError, match="int32"):
         attention_cuda.attend_stored(q.int(), case.pages, tables, options, tokens=3)
 
@@ -131,13 +133,14 @@ def test_keys_in_views_of_wider_rows_are_rotated_and_stored(kind: Any, dtype: to
     qkv = randn(tokens, (heads[0] + 2 * heads[1]) * dim, seed=1).to("cuda", dtype)
     ends = [0, heads[0] * dim, (heads[0] + heads[1]) * dim, qkv.shape[1]]
     views = [qkv[:, a:b].view(tokens, -1, dim) for a, b in pairwise(ends)]
+    turn = attention_cuda.Rotation(cos=cos, sin=sin, positions=positions, interleaved=False)
     plain = [view.contiguous() for view in views]
     pages = [KVPages.allocate(kind, 6, 16, heads[1], dim, torch.device("cuda")) for _ in range(2)]
     for kept, (q, k, v) in zip(pages, (plain, views), strict=True):
-        rope_store(kept, q, k, v, cos, sin, positions, slots)
+        rope_store(kept, q, k, v, rotation=turn, slots=slots)
     for a, b in zip(plain, views, strict=True):
         assert torch.equal(a, b)
     for a, b in zip(*(p.tensors() for p in pages), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     with pytest.raises(ShapeError, match="one stride"):
-        rope_store(pages[0], views[0], views[1], plain[2], cos, sin, positions, slots)
+        rope_store(pages[0], views[0], views[1], plain[2], rotation=turn, slots=slots)

@@ -61,8 +61,10 @@ def in_windows(
         taken.append(torch.arange(own.start, own.stop))
         at += count
     most = tables.shape[1] * case.pages.page_size
-    seen = AttentionTables(tables.cuda(), of.repeat_interleave(width).cuda(), positions.cuda(), max_keys=most)
-    options = attention_options(case.scale, window, softcap)
+    seen = AttentionTables(
+        tables.cuda(), rows=of.repeat_interleave(width).cuda(), positions=positions.cuda(), max_keys=most
+    )
+    options = attention_options(case.scale, window=window, softcap=softcap)
     found = attend_stored(padded.cuda(), case.pages, seen, options, tokens=width, windows=joined)
     return found.cpu()[torch.cat(taken)]
 

@@ -9,6 +9,7 @@ import torch
 from attention_cases import matmul_of
 from torch import Tensor
 
+from exl_kernels.attention.cuda import Rotation
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused import add_post_norm, add_rms_norm, embed, layer_norm_packed, norm_parts, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
@@ -251,7 +252,8 @@ def test_rope_store(
         apply_rope(q1, cos, sin, positions, interleaved=interleaved)
         apply_rope(k1, cos, sin, positions, interleaved=interleaved)
         store_kv(separate, k1, v, slots)
-        rope_store(joined, q, k, v, cos, sin, positions, slots, interleaved=interleaved)
+        turn = Rotation(cos=cos, sin=sin, positions=positions, interleaved=interleaved)
+        rope_store(joined, q, k, v, rotation=turn, slots=slots)
         assert torch.equal(q, q1)
         assert torch.equal(k, k1)
         for name in ("key", "value", "key_scales", "value_scales"):
@@ -263,13 +265,14 @@ def test_rope_store_refuses() -> None:
     pages = KVPages.allocate("fp16", 2, 16, 2, 64, torch.device("cuda"))
     q, kv = randn(3, 4, 64), randn(3, 2, 64)
     cos, at = randn(8, 32), torch.zeros(3, dtype=torch.int64, device="cuda")
+    turn, other = (Rotation(cos=cos, sin=cos, positions=of, interleaved=False) for of in (at, at[:2]))
     for bad in ((q[:, :, :32].contiguous(), kv, kv), (q, kv[:2], kv), (q, kv, kv.half())):
         with pytest.raises((ShapeError, DTypeError)):
-            rope_store(pages, *bad, cos, cos, at, at)
+            rope_store(pages, *bad, rotation=turn, slots=at)
     with pytest.raises((ShapeError, DTypeError)):
-        rope_store(pages, q, kv, kv, cos, cos, at[:2], at)
+        rope_store(pages, q, kv, kv, rotation=other, slots=at)
     with pytest.raises(DTypeError):
-        rope_store(pages, q, kv.cpu(), kv, cos, cos, at, at)
+        rope_store(pages, q, kv.cpu(), kv, rotation=turn, slots=at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

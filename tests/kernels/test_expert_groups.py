@@ -18,7 +18,8 @@ counts_of_experts = st.lists(st.one_of(st.just(0), st.integers(1, 40), st.intege
 def planned(counts: list[int], most: int) -> tuple[list[tuple[int, int]], list[int], list[list[int]]]:
     """(experts and padded rows) of each group; numbers of the experts; number, first padded row and rows of each."""
     plan = plan_padded(torch.tensor([0, *accumulate(counts)]), most)
-    return plan.groups, plan.numbers(plan.memory).tolist(), plan.rows(plan.memory).tolist()
+    groups = [(group.experts, group.rows) for group in plan.groups]
+    return groups, plan.numbers(plan.memory).tolist(), plan.rows(plan.memory).tolist()
 
 
 def test_experts_with_about_as_many_rows_go_together() -> None:

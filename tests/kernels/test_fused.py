@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exl_kernels.attention.cuda import Rotation
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.fused import add_rms_norm, embed, norm_parts, rope_store
 from exl_kernels.kv import KVPages, load_kv, store_kv
@@ -43,7 +44,8 @@ def test_rope_store() -> None:
     k1 = apply_rope(k.clone(), cos, sin, positions)
     store_kv(one, k1, v, slots)
     q1 = apply_rope(q.clone(), cos, sin, positions)
-    rope_store(other, q, k, v, cos, sin, positions, slots)
+    turn = Rotation(cos=cos, sin=sin, positions=positions, interleaved=False)
+    rope_store(other, q, k, v, rotation=turn, slots=slots)
     assert torch.equal(q, q1)
     for a, b in zip(load_kv(one, slots), load_kv(other, slots), strict=True):
         assert torch.equal(a, b)

@@ -59,8 +59,11 @@ def test_checks_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_own_keys_are_for_gpus_and_say_so() -> None:
     q, kv = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     long, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
-    tables, turn = AttentionTables(ints(0).view(1, 1), ints(0), ints(0)), Rotation(table, table, long, False)
-    options = attention_options(1.0, 0, 0.0)
+    tables, turn = (
+        AttentionTables(ints(0).view(1, 1), rows=ints(0), positions=ints(0)),
+        Rotation(cos=table, sin=table, positions=long, interleaved=False),
+    )
+    options = attention_options(1.0, window=0, softcap=0.0)
     with pytest.raises(UnsupportedError, match="attend_own: pages on cpu"):
         attend_own(q, kv, kv, PAGES, tables=tables, slots=long, rotation=turn, options=options)
     with pytest.raises(UnsupportedError, match=r"attend_stored: pages on cpu.*use paged_attention"):

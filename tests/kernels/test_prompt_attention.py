@@ -16,7 +16,7 @@ from exl_kernels.fused import rope_store
 from exl_kernels.kv import KVPages, store_kv
 
 TOKENS, HEADS, GROUPS, DIM, PAGE = 70, 2, 3, 64, 32
-PLAIN = AttentionOptions(0.125, 0, 0.0)
+PLAIN = AttentionOptions(0.125, window=0, softcap=0.0)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 
 
@@ -41,7 +41,7 @@ class Operands:
         self.tables = (table.to(device), rows.to(device), positions.to(device, torch.int32))
         self.slots = slots.to(device)
         cos, sin = (drawn(64, DIM // 2, dtype=torch.float32) for _ in range(2))
-        self.rotation = (cos, sin, positions.to(device))
+        self.rotation = Rotation(cos=cos, sin=sin, positions=positions.to(device), interleaved=False)
         self.device = device
 
     def pages(self) -> KVPages:
@@ -58,12 +58,13 @@ def prompt(
     max_keys: int | None = None,
 ) -> PromptAttention:
     """Attention of the operands, or of other queries, keys and values, or with other tables."""
+    table, rows, positions = made.tables if places is None else places
     return PromptAttention(
         made.pages(),
         *(made.same if parts is None else parts),
-        tables=AttentionTables(*(made.tables if places is None else places), max_keys=max_keys),
+        tables=AttentionTables(table, rows=rows, positions=positions, max_keys=max_keys),
         slots=made.slots,
-        rotation=Rotation(*made.rotation, False) if rotates else None,
+        rotation=made.rotation if rotates else None,
         options=options,
     )
 
@@ -76,7 +77,7 @@ def test_each_layer_gets_the_results_of_the_separate_operators(
 ) -> None:
     """Two layers, whose queries, keys and values are written into the same tensors."""
     made = Operands(device)
-    scores = AttentionOptions(0.125, options.get("window", 0), options.get("softcap", 0.0))
+    scores = AttentionOptions(0.125, window=options.get("window", 0), softcap=options.get("softcap", 0.0))
     attend = prompt(made, rotates=rotates, options=scores, max_keys=64)
     for layer in made.layers:
         pages, other = made.pages(), made.pages()
@@ -84,7 +85,7 @@ def test_each_layer_gets_the_results_of_the_separate_operators(
             same.copy_(own)
         q, k, v = (t.clone() for t in layer)
         if rotates:
-            rope_store(other, q, k, v, *made.rotation, made.slots)
+            rope_store(other, q, k, v, rotation=made.rotation, slots=made.slots)
         else:
             store_kv(other, k, v, made.slots)
         want = paged_attention(q, other, *made.tables, scale=0.125, max_keys=64, **options)

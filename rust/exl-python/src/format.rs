@@ -83,15 +83,30 @@ fn plan(py: Python<'_>, name: &str, text: &str) -> PyResult<Plan> {
     text.parse().map_err(|error| problem(py, name, error))
 }
 
-/// Check an EXL2 matrix and return (bits, rows) of each group.
+/// Rows of an EXL2 matrix whose codes have one width.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct Exl2Group {
+    bits: u32,
+    rows: usize,
+}
+
+impl From<(u32, usize)> for Exl2Group {
+    fn from((bits, rows): (u32, usize)) -> Self {
+        Self { bits, rows }
+    }
+}
+
+/// Check an EXL2 matrix and return its groups.
 #[pyfunction]
-pub fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<(u32, usize)>> {
+pub fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<Exl2Group>> {
     let tensors = parts.tensors()?;
     let view = py
         .detach(|| Exl2View::new(name, tensors))
         .map_err(|error| format_error(py, &error))?;
     let groups = view.groups().iter();
-    Ok(groups.map(|group| (group.bits, group.rows.len())).collect())
+    let found = groups.map(|group| (group.bits, group.rows.len()).into());
+    Ok(found.collect())
 }
 
 /// Dequantize W [K, N] into `out`.
@@ -107,17 +122,18 @@ pub fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor
     .map_err(|error: FormatError| format_error(py, &error))
 }
 
-/// Return (bits, rows) of each group that `plan` cuts `k` rows into.
+/// Return the groups that `plan` cuts `k` rows into.
 #[pyfunction]
 pub fn exl2_groups(
     py: Python<'_>,
     name: &str,
     plan_text: &str,
     k: usize,
-) -> PyResult<Vec<(u32, usize)>> {
-    plan(py, name, plan_text)?
+) -> PyResult<Vec<Exl2Group>> {
+    let groups = plan(py, name, plan_text)?
         .groups(k)
-        .map_err(|error| problem(py, name, error))
+        .map_err(|error| problem(py, name, error))?;
+    Ok(groups.into_iter().map(Exl2Group::from).collect())
 }
 
 /// Bits of a [k, n] matrix under `plan`.
@@ -188,18 +204,29 @@ pub fn exl2_pack(
     parts.fill(&matrix)
 }
 
-/// Check a GPTQ matrix and return (in_features, out_features).
+/// The size of a matrix.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatrixSize {
+    in_features: usize,
+    out_features: usize,
+}
+
+/// Check a GPTQ matrix and return its size.
 #[pyfunction]
 pub fn gptq_check(
     py: Python<'_>,
     name: &str,
     parts: GptqParts,
     format: GptqFormat,
-) -> PyResult<(usize, usize)> {
+) -> PyResult<MatrixSize> {
     let view = format
         .view(name, parts.tensors()?)
         .map_err(|error| format_error(py, &error))?;
-    Ok((view.in_features(), view.out_features()))
+    Ok(MatrixSize {
+        in_features: view.in_features(),
+        out_features: view.out_features(),
+    })
 }
 
 /// Dequantize W [K, N] into `out`.

@@ -38,7 +38,8 @@ mod _native {
     use crate::cpu::rope::apply_rope;
     #[pymodule_export]
     use crate::cpu::sampling::{
-        NoToken, Sampled, SamplingPlan, sample_rows, sampling_distribution, sampling_shaped,
+        Candidates, NoToken, Sampled, SamplingPlan, sample_rows, sampling_distribution,
+        sampling_shaped,
     };
     #[pymodule_export]
     use crate::cpu::threads::{
@@ -71,11 +72,13 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::moe::CudaExperts;
     #[pymodule_export]
-    use crate::cuda::padded::{dequantized_bytes, most_padded_rows, plan_padded_experts};
+    use crate::cuda::padded::{
+        PaddedGroup, dequantized_bytes, most_padded_rows, plan_padded_experts,
+    };
     #[pymodule_export]
     use crate::cuda::peer::{PeerColumns, PeerExchange, PeerParts};
     #[pymodule_export]
-    use crate::cuda::router::{ExpertRouter, RouterPlan, cuda_plan_router};
+    use crate::cuda::router::{ExpertRouter, RouterPlan, RouterShape, cuda_plan_router};
     #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingConstants, SamplingWorkspace, StagedRows, cuda_sample_answers, cuda_sample_fill,
@@ -100,9 +103,9 @@ mod _native {
     use crate::draft::{DraftHistory, DraftRates, DraftText};
     #[pymodule_export]
     use crate::format::{
-        FileHeader, HeaderEntry, exl2_check, exl2_dequantize, exl2_groups, exl2_pack,
-        exl2_quantize, exl2_total_bits, gptq_check, gptq_dequantize, gptq_quantize, read_into,
-        safetensors_header,
+        Exl2Group, FileHeader, HeaderEntry, MatrixSize, exl2_check, exl2_dequantize, exl2_groups,
+        exl2_pack, exl2_quantize, exl2_total_bits, gptq_check, gptq_dequantize, gptq_quantize,
+        read_into, safetensors_header,
     };
     #[pymodule_export]
     use crate::operands::{AttentionOptions, AttentionTables, Launch, Rotation};

@@ -53,7 +53,7 @@ impl AttentionTables {
     /// `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
     /// `max_keys`, which is the capacity of the block table by default.
     #[new]
-    #[pyo3(signature = (block_table, rows, positions, key_mask=None, max_keys=None))]
+    #[pyo3(signature = (block_table, *, rows, positions, key_mask=None, max_keys=None))]
     fn new(
         block_table: Tensor,
         rows: Tensor,
@@ -97,6 +97,7 @@ pub struct AttentionOptions {
 impl AttentionOptions {
     /// `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
     #[new]
+    #[pyo3(signature = (scale, *, window, softcap))]
     fn new(scale: f32, window: usize, softcap: f32) -> Self {
         Self {
             scale,
@@ -120,6 +121,7 @@ pub struct Rotation {
 impl Rotation {
     /// `cos` and `sin` float32 [S, R/2], `positions` int64 [T]; `interleaved`: pairs are neighbours, not halves.
     #[new]
+    #[pyo3(signature = (*, cos, sin, positions, interleaved))]
     fn new(cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Self {
         Self {
             cos,

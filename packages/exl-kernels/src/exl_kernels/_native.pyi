@@ -23,6 +23,7 @@ __all__ = [
     "AttentionShape",
     "AttentionTables",
     "BlockNorm",
+    "Candidates",
     "CudaBuild",
     "CudaCard",
     "CudaExperts",
@@ -36,6 +37,7 @@ __all__ = [
     "DraftRates",
     "DraftText",
     "EpilogueAdapters",
+    "Exl2Group",
     "ExpertRouter",
     "Experts",
     "ExpertsPlan",
@@ -52,11 +54,13 @@ __all__ = [
     "MatmulPlan",
     "MatmulTuning",
     "Matrix",
+    "MatrixSize",
     "MemoryField",
     "MlpBlock",
     "NewKeys",
     "NextInput",
     "NormPrologue",
+    "PaddedGroup",
     "Pages",
     "PeerColumns",
     "PeerExchange",
@@ -65,6 +69,7 @@ __all__ = [
     "RefusedKernel",
     "Rotation",
     "RouterPlan",
+    "RouterShape",
     "Sampled",
     "SamplingConstants",
     "SamplingPlan",
@@ -198,15 +203,20 @@ class AttentionCall:
     """
     One launch of attention: its checked operands and its plan. It keeps the operands alive.
     """
+    @property
+    def partial_floats(self, /) -> int:
+        """
+        Floats of `partials` that `run` needs.
+        """
     def run(self, /, partials: Tensor | None = None, tickets: Tensor | None = None) -> None:
         """
-        Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
-        before and after the launch.
+        Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `partial_floats` and `ticket_counters` say, aligned to 16
+        bytes; tickets are zero before and after the launch.
         """
     @property
-    def workspace(self, /) -> tuple[int, int]:
+    def ticket_counters(self, /) -> int:
         """
-        Floats of `partials` and counters that `run` needs.
+        Counters in `tickets` that `run` needs.
         """
 
 @final
@@ -224,7 +234,7 @@ class AttentionOptions:
     """
     A layer's options for scores and weights.
     """
-    def __new__(cls, /, scale: float, window: int, softcap: float) -> AttentionOptions:
+    def __new__(cls, /, scale: float, *, window: int, softcap: float) -> AttentionOptions:
         """
         `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
         """
@@ -287,6 +297,7 @@ class AttentionTables:
         cls,
         /,
         block_table: Tensor,
+        *,
         rows: Tensor,
         positions: Tensor,
         key_mask: Tensor | None = None,
@@ -313,6 +324,22 @@ class BlockNorm:
     A norm inside a block: RMSNorm without a bias, or LayerNorm.
     """
     def __new__(cls, /, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> BlockNorm: ...
+
+@final
+class Candidates:
+    """
+    The final candidates of a row.
+    """
+    @property
+    def ids(self, /) -> list[int]:
+        """
+        In ascending order.
+        """
+    @property
+    def weights(self, /) -> list[int]:
+        """
+        Their probabilities times a common factor.
+        """
 
 @final
 class CudaBuild:
@@ -402,7 +429,7 @@ class CudaExperts:
         """
         Number of experts.
         """
-    def dequantize(self, /, table: Tensor, numbers: Tensor, part: int, out: Tensor, launch: Launch) -> None:
+    def dequantize(self, /, table: Tensor, *, numbers: Tensor, part: int, out: Tensor, launch: Launch) -> None:
         """
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
         `run`.
@@ -773,12 +800,22 @@ class EpilogueAdapters:
     The adapters of the rows of a matmul that adds them itself.
     """
     def __new__(
-        cls, /, table: Tensor, slots: Tensor | None, sizes: AdapterSizes, *, looks: int | None = None
+        cls, /, table: Tensor, *, slots: Tensor | None, sizes: AdapterSizes, looks: int | None = None
     ) -> EpilogueAdapters:
         """
         `table` and `slots` as for `LoraRows`; `sizes`: of the entries. `looks`: how often a block polls for the results of others before it
         computes them itself, for tests; None: some milliseconds long.
         """
+
+@final
+class Exl2Group:
+    """
+    Rows of an EXL2 matrix whose codes have one width.
+    """
+    @property
+    def bits(self, /) -> int: ...
+    @property
+    def rows(self, /) -> int: ...
 
 @final
 class ExpertRouter:
@@ -1114,7 +1151,7 @@ class LoraRows:
     """
     The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and behind it take them.
     """
-    def __new__(cls, /, table: Tensor, slots: Tensor | None, middle: Tensor) -> LoraRows:
+    def __new__(cls, /, table: Tensor, *, slots: Tensor | None, middle: Tensor) -> LoraRows:
         """
         `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
         None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
@@ -1280,7 +1317,7 @@ class Matrix:
         Write W [K, N] float16 into `out`.
         """
     @staticmethod
-    def from_exl2(name: str, parts: Exl2Parts, bias: Tensor | None, prescale: float, exact: bool) -> Matrix: ...
+    def from_exl2(name: str, parts: Exl2Parts, *, bias: Tensor | None, prescale: float, exact: bool) -> Matrix: ...
     @staticmethod
     def from_float(weight: Tensor, bias: Tensor | None, prescale: float) -> Matrix:
         """
@@ -1288,7 +1325,7 @@ class Matrix:
         """
     @staticmethod
     def from_gptq(
-        name: str, parts: GptqParts, format: GptqFormat, bias: Tensor | None, prescale: float, exact: bool
+        name: str, parts: GptqParts, format: GptqFormat, *, bias: Tensor | None, prescale: float, exact: bool
     ) -> Matrix: ...
     @property
     def in_features(self, /) -> int: ...
@@ -1308,6 +1345,16 @@ class Matrix:
         """
         The rows of quarters [first, last) of K, without bias and prescale. Raises ValueError if they have no rows.
         """
+
+@final
+class MatrixSize:
+    """
+    The size of a matrix.
+    """
+    @property
+    def in_features(self, /) -> int: ...
+    @property
+    def out_features(self, /) -> int: ...
 
 @final
 class MemoryField:
@@ -1385,6 +1432,22 @@ class NormPrologue:
         """
         x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
         `layer`: a LayerNorm, (x - mean(x)) / sqrt(var(x) + eps) * weight + `bias`, which is like the weight.
+        """
+
+@final
+class PaddedGroup:
+    """
+    Experts that are multiplied at once.
+    """
+    @property
+    def experts(self, /) -> int:
+        """
+        Number of experts.
+        """
+    @property
+    def rows(self, /) -> int:
+        """
+        Padded rows of each.
         """
 
 @final
@@ -1521,7 +1584,7 @@ class Rotation:
     """
     Rotary position embedding of a call's tokens.
     """
-    def __new__(cls, /, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Rotation:
+    def __new__(cls, /, *, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Rotation:
         """
         `cos` and `sin` float32 [S, R/2], `positions` int64 [T]; `interleaved`: pairs are neighbours, not halves.
         """
@@ -1563,6 +1626,16 @@ class RouterPlan:
     def scratch_rows(self, /) -> int:
         """
         Rows of `logits` and `arrivals` of `ExpertRouter.route`.
+        """
+
+@final
+class RouterShape:
+    """
+    A router that need not be loaded.
+    """
+    def __new__(cls, /, *, hidden: int, experts: int, chosen: int, sparse: bool, quantized: bool) -> RouterShape:
+        """
+        Of `hidden` features; it chooses `chosen` of `experts` experts. `sparse`: two experts are chosen by the sparse mixer.
         """
 
 @final
@@ -1688,7 +1761,7 @@ class StepSizes:
     """
     The sizes of a captured step's inputs.
     """
-    def __new__(cls, /, batch: int, q_len: int, pages: int, page_size: int) -> StepSizes:
+    def __new__(cls, /, *, batch: int, q_len: int, pages: int, page_size: int) -> StepSizes:
         """
         `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
         """
@@ -1829,11 +1902,11 @@ def cuda_lora_add(x: Tensor, *, y: Tensor, table: Tensor, slots: Tensor | None, 
 
 def cuda_lora_expand(
     y: Tensor,
+    *,
     out: Tensor,
     widths: Sequence[int],
     rows: LoraRows,
     launch: Launch,
-    *,
     residual: Tensor | None = None,
     gate: str | None = None,
 ) -> None:
@@ -1877,20 +1950,9 @@ def cuda_plan_fused(
     activation.
     """
 
-def cuda_plan_router(
-    card: CudaCard,
-    rows: int,
-    *,
-    hidden: int,
-    experts: int,
-    chosen: int,
-    sparse: bool,
-    quantized: bool,
-    rms: int | None = None,
-) -> RouterPlan:
+def cuda_plan_router(card: CudaCard, router: RouterShape, rows: int, *, rms: int | None = None) -> RouterPlan:
     """
-    The plan of a router of `hidden` features that chooses `chosen` of `experts` experts for each of `rows` rows, as `ExpertRouter.plan` makes
-    it for a loaded one. `sparse`: two experts are chosen by the sparse mixer. `rms`: features of the RMS norm before it, or None.
+    The plan of a router for `rows` rows, as `ExpertRouter.plan` makes it for a loaded one. `rms`: features of the RMS norm before it, or None.
     """
 
 def cuda_probe() -> CudaProbe:
@@ -2025,9 +2087,9 @@ def dequantized_bytes() -> int:
     Memory for dequantized matrices of experts, unless a single one is larger.
     """
 
-def exl2_check(name: str, parts: Exl2Parts) -> list[tuple[int, int]]:
+def exl2_check(name: str, parts: Exl2Parts) -> list[Exl2Group]:
     """
-    Check an EXL2 matrix and return (bits, rows) of each group.
+    Check an EXL2 matrix and return its groups.
     """
 
 def exl2_dequantize(name: str, parts: Exl2Parts, out: Tensor) -> None:
@@ -2035,9 +2097,9 @@ def exl2_dequantize(name: str, parts: Exl2Parts, out: Tensor) -> None:
     Dequantize W [K, N] into `out`.
     """
 
-def exl2_groups(name: str, plan_text: str, k: int) -> list[tuple[int, int]]:
+def exl2_groups(name: str, plan_text: str, k: int) -> list[Exl2Group]:
     """
-    Return (bits, rows) of each group that `plan` cuts `k` rows into.
+    Return the groups that `plan` cuts `k` rows into.
     """
 
 def exl2_pack(name: str, codes: Exl2Codes, perm: Tensor | None, parts: Exl2Parts) -> None:
@@ -2057,9 +2119,9 @@ def exl2_total_bits(name: str, plan_text: str, k: int, n: int) -> int:
     Bits of a [k, n] matrix under `plan`.
     """
 
-def gptq_check(name: str, parts: GptqParts, format: GptqFormat) -> tuple[int, int]:
+def gptq_check(name: str, parts: GptqParts, format: GptqFormat) -> MatrixSize:
     """
-    Check a GPTQ matrix and return (in_features, out_features).
+    Check a GPTQ matrix and return its size.
     """
 
 def gptq_dequantize(name: str, parts: GptqParts, format: GptqFormat, out: Tensor) -> None:
@@ -2114,9 +2176,9 @@ def paged_attention(
     """
 
 def pin_threads() -> bool: ...
-def plan_padded_experts(begins: Tensor, most: int, plan: Tensor) -> list[tuple[int, int]]:
+def plan_padded_experts(begins: Tensor, *, most: int, plan: Tensor) -> list[PaddedGroup]:
     """
-    Divide the experts that have rows into groups that are multiplied at once: (experts, padded rows of each) of each group.
+    Divide the experts that have rows into groups that are multiplied at once.
 
     `begins` int64 [experts + 1] on the CPU: where the rows of each expert begin; `most`: experts of a group. `plan` uint8 [20 * experts] on
     the CPU gets the experts' numbers as int64, then, from byte 8 * experts, int32 [_, 3]: an expert, its first padded row and their number.
@@ -2152,9 +2214,9 @@ def sample_rows(requests: Sequence[Row]) -> list[Sampled | Failure]:
     Sample each row from its float32 logits in CPU memory.
     """
 
-def sampling_distribution(request: Row) -> tuple[list[int], list[int]]:
+def sampling_distribution(request: Row) -> Candidates:
     """
-    The final candidates of one row by ascending id, with their weights. Raises `LookupError` if there are none.
+    The final candidates of one row. Raises `LookupError` if there are none.
     """
 
 def sampling_shaped(request: Row, out: Tensor) -> None:

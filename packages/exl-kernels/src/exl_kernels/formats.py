@@ -66,6 +66,20 @@ class Exl2Codes(NamedTuple):
     groups: Sequence[tuple[int, int]]
 
 
+class Exl2Group(NamedTuple):
+    """Rows of an EXL2 matrix whose codes have one width."""
+
+    bits: int
+    rows: int
+
+
+class MatrixSize(NamedTuple):
+    """The size of a matrix."""
+
+    in_features: int
+    out_features: int
+
+
 class GptqParts(NamedTuple):
     """The tensors of a GPTQ matrix; `gptq_dequantize` gives shapes and dtypes."""
 
@@ -99,8 +113,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # EXL2
 
 
-def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[int, int]]:
-    """Check a matrix completely and return (bits, rows) of each group in file order.
+def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[Exl2Group]:
+    """Check a matrix completely and return its groups in file order.
 
     Args:
         tensors: q_weight int32 [R, N], q_scale int32 [G, N / 8], q_scale_max float16 [G], q_groups int16 [2 G],
@@ -110,7 +124,7 @@ def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[i
     Raises:
         FormatError: the tensors violate the format; the message names the matrix and the violation.
     """
-    return _native.exl2_check(name, _exl2_parts(tensors, name))
+    return _groups(_native.exl2_check(name, _exl2_parts(tensors, name)))
 
 
 def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
@@ -125,8 +139,8 @@ def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
     return out
 
 
-def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
-    """Return (bits, rows) of each group of a plan such as "0.1:5b_32g/0.9:4b_32g".
+def exl2_groups(plan: str, in_features: int) -> list[Exl2Group]:
+    """Return the groups of a plan such as "0.1:5b_32g/0.9:4b_32g".
 
     Args:
         plan: parts `share:bits b_group_size g`, joined by "/".
@@ -135,7 +149,7 @@ def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
     Raises:
         FormatError: the plan is malformed.
     """
-    return _native.exl2_groups("plan", plan, in_features)
+    return _groups(_native.exl2_groups("plan", plan, in_features))
 
 
 def exl2_total_bits(plan: str, in_features: int, out_features: int) -> int:
@@ -191,7 +205,7 @@ def exl2_quantize(
     weight = _float_weight(weight, name)
     text = plan if isinstance(plan, str) else f"1:{plan}b_{group_size}g"
     out_features, in_features = weight.shape
-    groups = _native.exl2_groups(name, text, in_features)
+    groups = _groups(_native.exl2_groups(name, text, in_features))
     result = _exl2_empty(groups, -(-out_features // 32) * 32)
     _native.exl2_quantize(name, weight, text, perm=_perm(perm, name), grid=not fast, parts=result)
     return result._asdict()
@@ -238,6 +252,10 @@ def _exl2_parts(tensors: Mapping[str, Tensor], name: str) -> Exl2Parts:
     return Exl2Parts(**{key: _file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _EXL2.items()})
 
 
+def _groups(found: Sequence[_native.Exl2Group]) -> list[Exl2Group]:
+    return [Exl2Group(group.bits, group.rows) for group in found]
+
+
 def _exl2_empty(groups: Sequence[tuple[int, int]], columns: int) -> Exl2Parts:
     words = sum(rows // 32 * bits for bits, rows in groups)
     shapes = {
@@ -260,8 +278,8 @@ def gptq_check(
     zeros: Zeros = "classic",
     group_size: int | None = None,
     name: str = "",
-) -> tuple[int, int]:
-    """Check a matrix completely and return (in_features, out_features).
+) -> MatrixSize:
+    """Check a matrix completely and return its size.
 
     Args:
         tensors: as for `gptq_dequantize`.
@@ -274,7 +292,8 @@ def gptq_check(
         FormatError: the tensors violate the format, or an option is invalid.
     """
     parts = _gptq_parts(tensors, bits, name)
-    return _native.gptq_check(name, parts, GptqFormat(bits, _is_v2(zeros), _group_size(group_size)))
+    size = _native.gptq_check(name, parts, GptqFormat(bits, _is_v2(zeros), _group_size(group_size)))
+    return MatrixSize(size.in_features, size.out_features)
 
 
 def gptq_dequantize(

@@ -238,39 +238,33 @@ def rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
     *,
-    interleaved: bool = False,
+    rotation: _native.Rotation,
+    slots: Tensor,
 ) -> None:
     """Rotate q and k in place (`apply_rope`), then store k and v (`store_kv`).
 
-    On a GPU the kernel reads positions, slots, cos and sin before the preceding launches have ended, as with `early` of
-    `attend_own`. These tensors must have been written before those launches began. A copy that the host has waited for
-    is such a write, and so is work before the launch of the captured graph that contains this call.
+    On a GPU the kernel reads the slots and the tensors of the rotation before the preceding launches have ended, as with
+    `early` of `attend_own`. These tensors must have been written before those launches began. A copy that the host has
+    waited for is such a write, and so is work before the launch of the captured graph that contains this call.
 
     Args:
         pages: keys and values of one layer.
         q: [T, Hq, D]. On a GPU q, k and v may be views of wider rows, such as those of one fused matmul.
         k: [T, H, D], on a GPU with the same stride between tokens as v.
         v: [T, H, D].
-        cos: as for `apply_rope`.
-        sin: as for `apply_rope`.
-        positions: as for `apply_rope`.
+        rotation: its tensors are those of `apply_rope`.
         slots: as for `store_kv`.
-        interleaved: as for `apply_rope`.
 
     Raises:
         ShapeError, DTypeError, UnsupportedError: an operand does not fit.
     """
     if not q.is_cuda:
-        apply_rope(q, cos, sin, positions, interleaved=interleaved)
-        apply_rope(k, cos, sin, positions, interleaved=interleaved)
+        for t in (q, k):
+            apply_rope(t, rotation.cos, rotation.sin, rotation.positions, interleaved=rotation.interleaved)
         store_kv(pages, k, v, slots)
         return
-    for name, operand in (("cos", cos), ("sin", sin)):
+    for name, operand in (("cos", rotation.cos), ("sin", rotation.sin)):
         check_operand(f"rope_store: {name}", operand, q)
     tokens = slots.shape[0]
     for name, operand, heads in (("q", q, -1), ("k", k, pages.heads), ("v", v, pages.heads)):
@@ -287,7 +281,6 @@ def rope_store(
         raise DTypeError(f"rope_store: q is on {q.device}, the pages are on {pages.device}; use one device")
     require_gpu_head_dim("rope_store", pages.head_dim)
     try:
-        rotation = _native.Rotation(cos=cos, sin=sin, positions=positions, interleaved=interleaved)
         (flat_q, q_stride), (flat_k, stride), (flat_v, _) = (
             flat_rows("rope_store", name, t) for name, t in (("q", q), ("k", k), ("v", v))
         )

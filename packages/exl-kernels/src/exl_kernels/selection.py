@@ -312,16 +312,8 @@ class Card:
             quantized: the router's matrix is quantized.
             rms: features of the RMS norm before the router, which the same launch may apply; None for no RMS norm.
         """
-        return _native.cuda_plan_router(
-            self._native,
-            rows,
-            hidden=hidden,
-            experts=experts,
-            chosen=chosen,
-            sparse=sparse,
-            quantized=quantized,
-            rms=rms,
-        )
+        router = _native.RouterShape(hidden=hidden, experts=experts, chosen=chosen, sparse=sparse, quantized=quantized)
+        return _native.cuda_plan_router(self._native, router, rows, rms=rms)
 
     def experts(
         self,

@@ -16,6 +16,7 @@ StepLimits = _native.StepLimits
 """Exclusive upper bounds of a step's ids (`vocab`), positions and page numbers (`pages`)."""
 
 Sizes = tuple[int, int, int, int]
+"""(batch, q_len, pages, page_size)."""
 
 _DTYPES = {4: torch.int32, 8: torch.int64}
 
@@ -41,7 +42,7 @@ class StepFields(NamedTuple):
         """Return the views of a buffer for sizes (batch, q_len, pages, page_size), uint8 [`StepStage.bytes(sizes)`]."""
         views = {
             field.name: buffer[field.offset : field.offset + field.size].view(_DTYPES[field.element])
-            for field in _native.StepSizes(*sizes).fields
+            for field in _sizes(sizes).fields
         }
         views["block_table"] = views["block_table"].view(sizes[0], sizes[2])
         return StepFields(**views)
@@ -59,12 +60,12 @@ class StepStage:
         """Allocate the buffer for sizes (batch, q_len, pages, page_size)."""
         self.pinned = torch.zeros(self.bytes(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self.fields = StepFields.of(self.pinned, sizes)
-        self._native = _native.StepStage(self.pinned, _native.StepSizes(*sizes))
+        self._native = _native.StepStage(self.pinned, _sizes(sizes))
 
     @staticmethod
     def bytes(sizes: Sizes) -> int:
         """Return the bytes of the buffer for sizes (batch, q_len, pages, page_size)."""
-        return _native.StepSizes(*sizes).bytes
+        return _sizes(sizes).bytes
 
     def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: StepLimits) -> bool:
         """Pack a step into the buffer.
@@ -87,3 +88,8 @@ class StepStage:
         The buffer must stay unchanged until the stream has passed the copy. Raises DeviceError.
         """
         self._native.send(to, stream_of(to))
+
+
+def _sizes(sizes: Sizes) -> _native.StepSizes:
+    batch, q_len, pages, page_size = sizes
+    return _native.StepSizes(batch=batch, q_len=q_len, pages=pages, page_size=page_size)

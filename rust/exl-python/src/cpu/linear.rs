@@ -47,6 +47,7 @@ pub struct Matrix {
 #[pymethods]
 impl Matrix {
     #[staticmethod]
+    #[pyo3(signature = (name, parts, *, bias, prescale, exact))]
     fn from_exl2(
         py: Python<'_>,
         name: &str,
@@ -65,6 +66,7 @@ impl Matrix {
     }
 
     #[staticmethod]
+    #[pyo3(signature = (name, parts, format, *, bias, prescale, exact))]
     fn from_gptq(
         py: Python<'_>,
         name: &str,

@@ -568,14 +568,27 @@ fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
     }
 }
 
-/// The final candidates of one row by ascending id, with their weights. Raises `LookupError` if there are none.
+/// The final candidates of a row.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct Candidates {
+    /// In ascending order.
+    ids: Vec<u32>,
+    /// Their probabilities times a common factor.
+    weights: Vec<u64>,
+}
+
+/// The final candidates of one row. Raises `LookupError` if there are none.
 #[pyfunction]
-pub fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
+pub fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<Candidates> {
     let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
     let row = row(&request, &edits[0])?;
     let found = py.detach(|| sampling::distribution(&row));
     found
-        .map(|pairs| pairs.into_iter().unzip())
+        .map(|pairs| {
+            let (ids, weights) = pairs.into_iter().unzip();
+            Candidates { ids, weights }
+        })
         .map_err(|_| pyo3::exceptions::PyLookupError::new_err("no candidates"))
 }
 

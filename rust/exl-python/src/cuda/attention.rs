@@ -522,14 +522,20 @@ pub struct AttentionCall {
 
 #[pymethods]
 impl AttentionCall {
-    /// Floats of `partials` and counters that `run` needs.
+    /// Floats of `partials` that `run` needs.
     #[getter]
-    fn workspace(&self) -> (usize, usize) {
-        (self.plan.workspace(), self.plan.tickets())
+    fn partial_floats(&self) -> usize {
+        self.plan.workspace()
     }
 
-    /// Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
-    /// before and after the launch.
+    /// Counters in `tickets` that `run` needs.
+    #[getter]
+    fn ticket_counters(&self) -> usize {
+        self.plan.tickets()
+    }
+
+    /// Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `partial_floats` and `ticket_counters` say, aligned to 16
+    /// bytes; tickets are zero before and after the launch.
     #[pyo3(signature = (partials=None, tickets=None))]
     fn run(
         &self,
@@ -546,7 +552,7 @@ impl AttentionCall {
             }
             None => count == 0,
         };
-        let (floats, counters) = self.workspace();
+        let (floats, counters) = (self.partial_floats(), self.ticket_counters());
         if !holds(&partials, DType::F32, floats) || !holds(&tickets, DType::I32, counters) {
             return Err(PyValueError::new_err(format!(
                 "workspace or tickets too small, unaligned, of another type or on another GPU: {floats} float32 and \

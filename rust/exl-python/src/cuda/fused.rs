@@ -326,6 +326,7 @@ pub struct StepSizes {
 impl StepSizes {
     /// `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
     #[new]
+    #[pyo3(signature = (*, batch, q_len, pages, page_size))]
     fn new(batch: usize, q_len: usize, pages: usize, page_size: usize) -> Self {
         Self {
             sizes: Sizes {

@@ -129,7 +129,7 @@ impl LoraRows {
     /// None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
     /// [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
     #[new]
-    #[pyo3(signature = (table, slots, middle))]
+    #[pyo3(signature = (table, *, slots, middle))]
     fn new(table: Tensor, slots: Option<Tensor>, middle: Tensor) -> Self {
         Self {
             entries: Entries { table, slots },
@@ -206,7 +206,7 @@ impl EpilogueAdapters {
     /// `table` and `slots` as for `LoraRows`; `sizes`: of the entries. `looks`: how often a block polls for the results of others before it
     /// computes them itself, for tests; None: some milliseconds long.
     #[new]
-    #[pyo3(signature = (table, slots, sizes, *, looks=None))]
+    #[pyo3(signature = (table, *, slots, sizes, looks=None))]
     fn new(table: Tensor, slots: Option<Tensor>, sizes: &AdapterSizes, looks: Option<u16>) -> Self {
         Self {
             entries: Entries { table, slots },
@@ -312,7 +312,7 @@ pub fn cuda_lora_shrink(
 /// y: [T, sum of widths], the outputs of all matrices side by side. out: like y, or [T, width] with `gate` ("silu", "gelu" or
 /// "quickgelu"); may be y or the residual. rows: with the middle that `cuda_lora_shrink` filled.
 #[pyfunction]
-#[pyo3(signature = (y, out, widths, rows, launch, *, residual=None, gate=None))]
+#[pyo3(signature = (y, *, out, widths, rows, launch, residual=None, gate=None))]
 pub fn cuda_lora_expand(
     py: Python<'_>,
     y: Tensor,

@@ -187,6 +187,7 @@ impl CudaExperts {
 
     /// Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
     /// `run`.
+    #[pyo3(signature = (table, *, numbers, part, out, launch))]
     fn dequantize(
         &self,
         py: Python<'_>,

@@ -22,16 +22,27 @@ pub fn most_padded_rows(pairs: usize, experts: usize) -> usize {
     dequantized::most_padded(pairs, experts)
 }
 
-/// Divide the experts that have rows into groups that are multiplied at once: (experts, padded rows of each) of each group.
+/// Experts that are multiplied at once.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct PaddedGroup {
+    /// Number of experts.
+    experts: usize,
+    /// Padded rows of each.
+    rows: usize,
+}
+
+/// Divide the experts that have rows into groups that are multiplied at once.
 ///
 /// `begins` int64 [experts + 1] on the CPU: where the rows of each expert begin; `most`: experts of a group. `plan` uint8 [20 * experts] on
 /// the CPU gets the experts' numbers as int64, then, from byte 8 * experts, int32 [_, 3]: an expert, its first padded row and their number.
 #[pyfunction]
+#[pyo3(signature = (begins, *, most, plan))]
 pub fn plan_padded_experts(
     begins: Tensor,
     most: usize,
     plan: Tensor,
-) -> PyResult<Vec<(usize, usize)>> {
+) -> PyResult<Vec<PaddedGroup>> {
     let (begins, plan) = (
         begins.slice::<i64>("begins")?,
         plan.slice_mut::<u8>("plan")?,
@@ -64,7 +75,8 @@ pub fn plan_padded_experts(
             }
             first += rows as i64;
         }
-        found.push((held.len(), rows));
+        let experts = held.len();
+        found.push(PaddedGroup { experts, rows });
     }
     Ok(found)
 }

@@ -257,27 +257,41 @@ impl ExpertRouter {
     }
 }
 
-/// The plan of a router of `hidden` features that chooses `chosen` of `experts` experts for each of `rows` rows, as `ExpertRouter.plan` makes
-/// it for a loaded one. `sparse`: two experts are chosen by the sparse mixer. `rms`: features of the RMS norm before it, or None.
+/// A router that need not be loaded.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct RouterShape {
+    router: Router,
+}
+
+#[pymethods]
+impl RouterShape {
+    /// Of `hidden` features; it chooses `chosen` of `experts` experts. `sparse`: two experts are chosen by the sparse mixer.
+    #[new]
+    #[pyo3(signature = (*, hidden, experts, chosen, sparse, quantized))]
+    fn new(hidden: usize, experts: usize, chosen: usize, sparse: bool, quantized: bool) -> Self {
+        let router = Router {
+            hidden,
+            experts,
+            chosen,
+            sparse,
+            quantized,
+        };
+        Self { router }
+    }
+}
+
+/// The plan of a router for `rows` rows, as `ExpertRouter.plan` makes it for a loaded one. `rms`: features of the RMS norm before it, or None.
 #[pyfunction]
-#[pyo3(signature = (card, rows, *, hidden, experts, chosen, sparse, quantized, rms=None))]
+#[pyo3(signature = (card, router, rows, *, rms=None))]
 pub fn cuda_plan_router(
     card: &CudaCard,
+    router: &RouterShape,
     rows: usize,
-    hidden: usize,
-    experts: usize,
-    chosen: usize,
-    sparse: bool,
-    quantized: bool,
     rms: Option<usize>,
 ) -> RouterPlan {
-    let router = Router {
-        hidden,
-        experts,
-        chosen,
-        sparse,
-        quantized,
-    };
-    let plan = router.plan(rows, rms.map(NormShape::rms), &card.caps);
+    let plan = router
+        .router
+        .plan(rows, rms.map(NormShape::rms), &card.caps);
     RouterPlan { plan, norm: None }
 }

@@ -125,17 +125,19 @@ class JoinedHeads(Heads):
     @property
     def tables(self) -> AttentionTables:
         """The keys that each token sees, as launches take them."""
-        return AttentionTables(*self.places, max_keys=self.step.max_keys)
+        step = self.step
+        return AttentionTables(step.block_table, rows=step.rows, positions=step.positions, max_keys=step.max_keys)
 
     @property
     def turn(self) -> Rotation:
         """The rotation of each token, as launches take it."""
-        return Rotation(*self.rotation, self.about.interleaved)
+        cos, sin = self.step.table(self.about.rope)  # without columns where the layer has no rotation
+        return Rotation(cos=cos, sin=sin, positions=self.step.rope_positions, interleaved=self.about.interleaved)
 
     @property
     def scores(self) -> AttentionOptions:
         """Scale, window and softcap of the layer, as launches take them."""
-        return attention_options(self.about.scale, self.about.window, self.about.softcap)
+        return attention_options(self.about.scale, window=self.about.window, softcap=self.about.softcap)
 
     def attend_joined(
         self, q: Tensor, k: Tensor, v: Tensor, into: MatmulInput | None = None, norms: HeadNorms | None = None
@@ -162,5 +164,5 @@ class JoinedHeads(Heads):
         if a.rope == "none":
             self.store(k, v)
         else:
-            rope_store(pages, q, k, v, *self.rotation, step.slots, interleaved=a.interleaved)
+            rope_store(pages, q, k, v, rotation=self.turn, slots=step.slots)
         return attend_stored(q, pages, self.tables, self.scores, tokens=step.q_len, into=into, windows=step.windows)

@@ -57,16 +57,6 @@ class Heads:
         a = self.about
         return {"scale": a.scale, "window": a.window, "softcap": a.softcap, "max_keys": self.step.max_keys}
 
-    @property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Block table, and row and last visible place of each token."""
-        return self.step.block_table, self.step.rows, self.step.positions
-
-    @property
-    def rotation(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Cos and sin, without columns where the layer has no rotation, and the row of both of each token."""
-        return *self.step.table(self.about.rope), self.step.rope_positions
-
     def shaped(self, parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of projections as `shape_heads` does, with q and k rotated."""
         q, k, v = shape_heads(self.about, parts)

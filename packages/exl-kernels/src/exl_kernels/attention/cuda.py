@@ -116,8 +116,8 @@ def paged_attention(
     q_stride = q_heads * q.shape[2]
     table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
-    tables = AttentionTables(table, rows, positions, key_mask, max_keys)
-    options = attention_options(scale, window, softcap)
+    tables = AttentionTables(table, rows=rows, positions=positions, key_mask=key_mask, max_keys=max_keys)
+    options = attention_options(scale, window=window, softcap=softcap)
     _launch("paged_attention", (q, q_stride), pages, tables=tables, options=options, out=out)
     return out
 
@@ -333,7 +333,7 @@ def _launch(
             tokens=tokens,
             windows=windows,
         )
-        floats, count = call.workspace
+        floats, count = call.partial_floats, call.ticket_counters
         partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
         call.run(partials, zeros_of(out.device, stream, count) if count else None)
     except ValueError as error:

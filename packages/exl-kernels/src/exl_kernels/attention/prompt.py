@@ -73,7 +73,9 @@ class PromptAttention:
         turns = () if rotation is None else (rotation.cos, rotation.sin, rotation.positions)
         one_device("PromptAttention", pages, q, k, v, *self._places, slots, *turns)
         self._stride = q.shape[1] * q.shape[2]
-        self._seen = AttentionTables(*self._places, None, self._max_keys)
+        self._seen = AttentionTables(
+            self._places[0], rows=self._places[1], positions=self._places[2], max_keys=self._max_keys
+        )
         self._new_keys: _native.NewKeys | None = None
         if rotation is not None:
             stride = k.shape[1] * k.shape[2]
@@ -97,11 +99,7 @@ class PromptAttention:
             if self._rotation is None:
                 store_kv(pages, self._k, self._v, self._slots)
             else:
-                turn = self._rotation
-                rope_store(
-                    *(pages, q, self._k, self._v, turn.cos, turn.sin, turn.positions, self._slots),
-                    interleaved=turn.interleaved,
-                )
+                rope_store(pages, q, self._k, self._v, rotation=self._rotation, slots=self._slots)
             options = self._options
             return paged_attention(
                 q,
@@ -132,7 +130,7 @@ class PromptAttention:
             )
         except ValueError as error:
             raise ShapeError(f"PromptAttention: {error}") from None
-        floats, count = call.workspace
+        floats, count = call.partial_floats, call.ticket_counters
         # Not kept: the next half of a layer needs the most memory, and no workspace.
         partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
         call.run(partials, zeros_of(out.device, stream, count) if count else None)

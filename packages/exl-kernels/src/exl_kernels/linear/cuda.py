@@ -433,6 +433,7 @@ class CudaFloatMatrix(_CudaMatrix):
 
 def exl2_matrix(
     parts: Exl2Parts,
+    *,
     bias: Tensor | None,
     prescale: float,
     compute: Compute,
@@ -463,6 +464,7 @@ def exl2_matrix(
 def gptq_matrix(
     parts: GptqParts,
     format: GptqFormat,
+    *,
     bias: Tensor | None,
     prescale: float,
     compute: Compute,
@@ -492,6 +494,7 @@ def gptq_matrix(
 
 def float_matrix(
     weight: Tensor,
+    *,
     bias: Tensor | None,
     prescale: float,
     compute: Compute,

@@ -238,7 +238,7 @@ class LoraGroup:
         middle = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
         before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
-            rows = _native.LoraRows(self._table, slots, middle)
+            rows = _native.LoraRows(self._table, slots=slots, middle=middle)
             packed = None if into is None else into.native()
             _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed, into=packed)
         except ValueError as error:
@@ -282,7 +282,7 @@ class LoraGroup:
                 f"and {self.widths}"
             )
         try:
-            adapters = _native.EpilogueAdapters(self._table, slots, self._sizes, looks=looks)
+            adapters = _native.EpilogueAdapters(self._table, slots=slots, sizes=self._sizes, looks=looks)
             return matmul.adapted(x, out, adapters, self._sizes, residual)
         except ValueError as error:
             raise ShapeError(f"multiply: {error}") from None
@@ -318,8 +318,16 @@ class LoraGroup:
         if out is None:
             out = y if activation is None else y.new_empty((y.shape[0], self.widths[0]))
         try:
-            rows, widths = _native.LoraRows(self._table, slots, middle), list(self.widths)
-            _native.cuda_lora_expand(y, out, widths, rows, launch_on(y), residual=residual, gate=activation)
+            rows = _native.LoraRows(self._table, slots=slots, middle=middle)
+            _native.cuda_lora_expand(
+                y,
+                out=out,
+                widths=list(self.widths),
+                rows=rows,
+                launch=launch_on(y),
+                residual=residual,
+                gate=activation,
+            )
         except ValueError as error:
             raise ShapeError(f"expand: {error}") from None
         return out

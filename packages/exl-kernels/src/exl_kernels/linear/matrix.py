@@ -117,8 +117,8 @@ class QuantMatrix:
         if torch.device(device).type == "cuda":
             from .cuda import exl2_matrix
 
-            return exl2_matrix(parts, bias, prescale, compute, device, name)
-        native = _native.Matrix.from_exl2(name, parts, bias, prescale, compute == "exact")
+            return exl2_matrix(parts, bias=bias, prescale=prescale, compute=compute, device=device, name=name)
+        native = _native.Matrix.from_exl2(name, parts, bias=bias, prescale=prescale, exact=compute == "exact")
         return cls(native, "exl2", compute, name)
 
     @classmethod
@@ -170,8 +170,8 @@ class QuantMatrix:
         if torch.device(device).type == "cuda":
             from .cuda import gptq_matrix
 
-            return gptq_matrix(parts, format, bias, prescale, compute, device, name)
-        native = _native.Matrix.from_gptq(name, parts, format, bias, prescale, compute == "exact")
+            return gptq_matrix(parts, format, bias=bias, prescale=prescale, compute=compute, device=device, name=name)
+        native = _native.Matrix.from_gptq(name, parts, format, bias=bias, prescale=prescale, exact=compute == "exact")
         return cls(native, "gptq", compute, name)
 
     @classmethod
@@ -210,7 +210,7 @@ class QuantMatrix:
         if torch.device(device).type == "cuda":
             from .cuda import float_matrix
 
-            return float_matrix(weight, bias, prescale, compute, device, name)
+            return float_matrix(weight, bias=bias, prescale=prescale, compute=compute, device=device, name=name)
         native = _native.Matrix.from_float(_on_cpu(weight, label).contiguous(), bias, prescale)
         return cls(native, "float", compute, name)
 

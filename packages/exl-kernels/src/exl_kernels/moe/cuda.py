@@ -324,16 +324,18 @@ class GroupedExperts:
             """Return gate (0), up (1) or down (2) of some experts, in the same memory."""
             shape = (width, hidden) if part == 2 else (hidden, width)
             into = memory[: count * hidden * width].view(count, *shape)
-            self._native.dequantize(self._table, numbers[first : first + count], part, into, launch)
+            some = numbers[first : first + count]
+            self._native.dequantize(self._table, numbers=some, part=part, out=into, launch=launch)
             return into
 
-        into = dequantized(0, plan.groups[0][0], 0)
-        total = sum(count * rows for count, rows in plan.groups)
+        into = dequantized(0, plan.groups[0].experts, 0)
+        total = sum(group.experts * group.rows for group in plan.groups)
         rows_of = torch.empty(total, dtype=torch.int32, device=h.device)
         self._native.pad(plan.rows(table), order, begins, chosen=chosen, rows=rows_of, places=places, launch=launch)
         parts = h.new_empty(total, hidden)
         expert = begin = 0
-        for count, rows in plan.groups:
+        for group in plan.groups:
+            count, rows = group.experts, group.rows
             some = slice(begin, begin + count * rows)
             x = h.index_select(0, rows_of[some]).view(count, rows, hidden)
             if expert:
@@ -357,5 +359,5 @@ class GroupedExperts:
         Returns:
             out.
         """
-        self._native.dequantize(self._table, experts, part, out, launch_on(out))
+        self._native.dequantize(self._table, numbers=experts, part=part, out=out, launch=launch_on(out))
         return out

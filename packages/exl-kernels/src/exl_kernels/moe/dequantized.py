@@ -31,12 +31,12 @@ class PaddedExperts:
     Attributes:
         memory: uint8, the bytes of `numbers` and `rows`, to be copied at once; pinned if asked for.
         count: experts of the layer.
-        groups: (experts, padded rows of each) of each group.
+        groups: the experts that are multiplied at once.
     """
 
     memory: Tensor
     count: int
-    groups: list[tuple[int, int]]
+    groups: list[_native.PaddedGroup]
 
     def numbers(self, memory: Tensor) -> Tensor:
         """Return the experts' numbers, int64 [experts of all groups], in `memory` or a copy of it."""
@@ -48,7 +48,7 @@ class PaddedExperts:
 
     @property
     def _held(self) -> int:
-        return sum(count for count, _ in self.groups)
+        return sum(group.experts for group in self.groups)
 
 
 def plan_padded(begins: Tensor, most: int, *, pinned: bool = False) -> PaddedExperts:
@@ -67,4 +67,4 @@ def plan_padded(begins: Tensor, most: int, *, pinned: bool = False) -> PaddedExp
     """
     count = begins.shape[0] - 1
     memory = torch.empty(20 * count, dtype=torch.uint8, pin_memory=pinned)
-    return PaddedExperts(memory, count, _native.plan_padded_experts(begins, most, memory))
+    return PaddedExperts(memory, count, _native.plan_padded_experts(begins, most=most, plan=memory))

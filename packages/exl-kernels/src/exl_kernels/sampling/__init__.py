@@ -317,10 +317,10 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
     A weight is the probability times a common factor.
     """
     try:
-        ids, weights = _native.sampling_distribution(_on_cpu(row))
+        found = _native.sampling_distribution(_on_cpu(row))
     except LookupError:
         return None
-    return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint64)
+    return np.array(found.ids, dtype=np.int64), np.array(found.weights, dtype=np.uint64)
 
 
 def shaped(row: Row) -> NDArray[np.float32]:
