@@ -244,7 +244,7 @@ def rope_store(
 ) -> None:
     """Rotate q and k in place (`apply_rope`), then store k and v (`store_kv`).
 
-    On a GPU the kernel reads the slots and the tensors of the rotation before the preceding launches have ended, as with
+    On a GPU the kernel reads the slots and the rotation's tensors before the preceding launches have ended, as with
     `early` of `attend_own`. These tensors must have been written before those launches began. A copy that the host has
     waited for is such a write, and so is work before the launch of the captured graph that contains this call.
 
