@@ -258,7 +258,7 @@ class JoinedHalf(Half):
         return (self,)
 
     def takes_adapters(self, step: Step) -> bool:
-        """Return whether the adapters of all matrices can be added behind the joined matmuls."""
+        """Return whether the adapters of all matrices can be added by the joined matmuls, or around them."""
         return takes_adapters(step, self.about.first) and takes_adapters(step, (self.about.last,))
 
     @abstractmethod
