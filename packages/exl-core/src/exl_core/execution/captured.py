@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant
-from exl_kernels.selection import DECODE_TOKENS, is_decode_step, pads_float_rows, runs_packed
+from exl_kernels.selection import DECODE_TOKENS, is_decode_step, pads_float_rows
 from exl_kernels.staging import StepLimits
 
 from ..errors import DeviceError
@@ -34,11 +33,10 @@ from .capturable import (
 )
 from .capture_failure import CaptureFailure
 from .captured_step import CapturedStep, StepReplay, UnrecordedStep, on_cpu
-from .environment import PROMPTS_VARIABLE, eager_prompts, refusal_of_joined_adapters
+from .environment import refusal_of_joined_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
 from .prompt_buckets import PromptBuckets
-from .prompt_windows import PromptWindows, windows_of
 from .sharded.exchange_buffers import refusal_of_access, refusal_of_rows
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from ..contracts import Adapter, Cache
     from ..language_model import LanguageModel
 
-__all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "LoadedFacts", "PreparedPrompt"]
+__all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "LoadedFacts", "StepCall"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
@@ -62,12 +60,30 @@ MAX_PROMPTS = 8
 """Most captured prompts of one cache with a length of their own, which also keep the hidden state of all tokens."""
 
 
-class PreparedPrompt(NamedTuple):
-    """A captured step that stores a prompt, without its ids."""
+class StepCall(NamedTuple):
+    """A pass that a captured step may run, without its ids."""
 
-    step: StepReplay | UnrecordedStep
-    windows: PromptWindows | None
-    """Its rows where these are windows of the prompt; None where they are the rows of the prompt's ids."""
+    q_len: int
+    """Tokens a row."""
+    cache: Cache
+    """Of the pages."""
+    params: PagedParams
+    adapters: Sequence[tuple[Adapter, ...]] = ()
+    """Of each row; () where no row has any."""
+    output_tokens: OutputTokens = "all"
+    """All: a decode step. Otherwise the step stores a prompt."""
+    whole: bool = False
+    """The rows are whole prompts; else decode steps, or windows of prompts with as few tokens."""
+
+
+class _StepArguments(NamedTuple):
+    """The checked arguments of a call, on the CPU."""
+
+    past: Tensor
+    table: Tensor
+    offsets: Tensor | None
+    longest: int
+    """Tokens of the longest sequence after the step."""
 
 
 class DecodeGraphs:
@@ -76,9 +92,7 @@ class DecodeGraphs:
     `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
-    Short prompts that only store keys and values are captured steps, too, once there are many of their size: windows of
-    a sequence's tokens are the rows (`prompt_windows.py`). Prompts of sharded models are captured whole, too, once
-    there are many of their length (`sharded/captured_prompts.py`). Other prompts run eagerly.
+    Some prompts are captured steps, too (`prompt_graphs.py`).
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -134,60 +148,6 @@ class DecodeGraphs:
             self.reason = why
         return why
 
-    def prepare_prompt(
-        self, ids: Tensor, cache: Cache, params: PagedParams, *, last: bool = False
-    ) -> PreparedPrompt | str:
-        """Prepare a captured step that stores the keys and values of a prompt. Records nothing, but counts the prompt.
-
-        Args:
-            ids: int64 [B, q], or [1, T] with `params.q_lens`.
-            cache: the cache of the pages.
-            params: paged parameters.
-            last: the step ends with the hidden state of the last tokens.
-
-        Returns:
-            The step, or the reason why no captured step covers the arguments.
-        """
-        if not eager_prompts():
-            return f"{PROMPTS_VARIABLE} is 0"
-        model = self._model()
-        if model is None:
-            return "the model is gone"
-        refused = self.refusal(model) or self._refusal_of_prompts(model)
-        if refused is not None:
-            return refused
-        packed = model.packed_rows
-        if model.tp_context is not None and (last or not runs_packed(ids.numel(), decodes=False, packed=packed)):
-            return self._prepare_whole(ids, cache, params, "last" if last else "none")
-        if last:
-            return "logits of a prompt are those of launches that are not captured"
-        windows = windows_of(ids, params, packed)
-        if windows is None:
-            return f"the windows of the prompts have more than {packed} tokens"
-        step = self._replay_of(windows.ids.shape[1], cache, windows.params, output_tokens="none")
-        return step if isinstance(step, str) else PreparedPrompt(step, windows)
-
-    def _prepare_whole(
-        self, ids: Tensor, cache: Cache, params: PagedParams, output_tokens: OutputTokens
-    ) -> PreparedPrompt | str:
-        """Prepare a prompt of a sharded model whose rows are sequences, without padding.
-
-        cuBLAS may sum in another order for another number of rows.
-        """
-        if params.q_lens is not None or params.batch_size != ids.shape[0] or is_decode_step(ids.shape[1]):
-            return "the rows are no prompts of one length"
-        if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
-            return "batch-invariant prompts of several GPUs are not captured"
-        step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens, whole=True)
-        return step if isinstance(step, str) else PreparedPrompt(step, None)
-
-    def _refusal_of_prompts(self, model: LanguageModel) -> str | None:
-        """Return why no prompts of the model are captured, or None."""
-        if model.placement.several:
-            return "the model is on several devices"
-        made = self._joined_or_reason(model) if model.tp_context is None else self.shard_launches(model)
-        return made if isinstance(made, str) else None
-
     def decode_replay(
         self,
         q_len: int,
@@ -209,71 +169,58 @@ class DecodeGraphs:
         """
         if cache is None or not params.decodes(q_len):
             return f"it is no step over pages of a cache of at most {DECODE_TOKENS} tokens a row"
-        found = self._replay_of(q_len, cache, params, adapters)
+        found = self.replay_of(StepCall(q_len, cache, params, adapters))
         self.reason = found if isinstance(found, str) and found != INVALID else None
         return found
 
-    def _replay_of(
-        self,
-        q_len: int,
-        cache: Cache,
-        params: PagedParams,
-        adapters: Sequence[tuple[Adapter, ...]] = (),
-        *,
-        output_tokens: OutputTokens = "all",
-        whole: bool = False,
-    ) -> StepReplay | UnrecordedStep | str:
-        """Return `decode_replay`, or a step that stores a prompt unless `output_tokens` is "all".
-
-        whole: the rows are whole prompts; else decode steps, or windows of prompts with as few tokens.
-        """
-        batch = params.batch_size
-        decodes = output_tokens == "all"
+    def replay_of(self, call: StepCall) -> StepReplay | UnrecordedStep | str:
+        """Return the step of a call, not recorded yet if it is new, or the reason why no captured step covers it."""
         model = self._model()
         if model is None:
             return "the model is gone"
-        adapted, facts = bool(adapters), LoadedFacts(self, model)
-        why = facts.refusal() if whole else refusal_of_step(facts, batch, q_len, adapted=adapted)
+        adapted, facts = bool(call.adapters), LoadedFacts(self, model)
+        rows, q_len = call.params.batch_size, call.q_len
+        why = facts.refusal() if call.whole else refusal_of_step(facts, rows, q_len, adapted=adapted)
         if why is not None:
             return why
-        size, places = params.page_size, cache.max_seq_len // params.page_size
-        past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
-        if past is None or table is None:
-            return "block_index or cache_seqlens is on a GPU"
-        if cache.batch_size != 1 or params.q_len not in (0, q_len) or cache.max_seq_len % size:
-            return INVALID
-        offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
-        if params.rope_offsets is not None and offsets is None:
-            return "rope_offsets lead beyond the tables of captured steps"
-        longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
-        most = min(table.shape[1] * size, model.config.max_seq_len)
-        if longest > most:
-            return f"the step ends at {longest} tokens; its pages and the model hold {most}"
-        adapter_slots = self._adapter_slots_of(model, adapters) if adapted else []
-        if isinstance(adapter_slots, str):
-            return adapter_slots
-        if self._exact_batch and not decodes:
-            return "prompts of a model with float matrices are not captured"
-        rows = batch if whole else self.padded(batch, q_len)
-        sizes = Bucket(rows, q_len, _padded_pages(-(-longest // size), places), size)
-        bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
-        if bucket is None:
-            return "too few prompts of this size have come for a captured step"
-        captured = (facts.sharded and self._refusal_of_shards(model, bucket)) or self._held(cache, bucket, adapted)
+        arguments = _arguments_of(call, model.config.max_seq_len)
+        if isinstance(arguments, str):
+            return arguments
+        slots = self._adapter_slots_of(model, call.adapters) if adapted else []
+        if isinstance(slots, str):
+            return slots
+        bucket = self._bucket_of(call, arguments.longest)
+        if isinstance(bucket, str):
+            return bucket
+        captured = (facts.sharded and self._refusal_of_shards(model, bucket)) or self._held(call.cache, bucket, adapted)
         if isinstance(captured, str):
             return captured
+        places = call.cache.max_seq_len // bucket.page_size
         given = ReplayInputs(
-            shape=(batch, q_len),
-            past=past,
-            table=table,
+            shape=(rows, q_len),
+            past=arguments.past,
+            table=arguments.table,
             limits=StepLimits(vocab=model.config.vocab_size, positions=model.config.max_seq_len, pages=places),
-            offsets=offsets,
-            longest=longest,
-            adapter_slots=[slot for slot in adapter_slots for _ in range(q_len)] if adapted else [],
+            offsets=arguments.offsets,
+            longest=arguments.longest,
+            adapter_slots=[slot for slot in slots for _ in range(q_len)],
         )
         if captured is not None:
-            return StepReplay(self, cache, captured, given)
-        return UnrecordedStep(partial(self._record_replay, model, cache, bucket, adapted, given))
+            return StepReplay(self, call.cache, captured, given)
+        return UnrecordedStep(partial(self._record_replay, model, call.cache, bucket, adapted, given))
+
+    def _bucket_of(self, call: StepCall, longest: int) -> Bucket | str:
+        """Return the bucket that covers a call, or the reason why there is none. A prompt is counted."""
+        decodes = call.output_tokens == "all"
+        if self._exact_batch and not decodes:
+            return "prompts of a model with float matrices are not captured"
+        batch, size = call.params.batch_size, call.params.page_size
+        rows, places = batch if call.whole else self.padded(batch, call.q_len), call.cache.max_seq_len // size
+        sizes = Bucket(rows, call.q_len, _padded_pages(-(-longest // size), places), size)
+        if decodes:
+            return sizes
+        found = self._stored.find(sizes, places, last=call.output_tokens == "last")
+        return "too few prompts of this size have come for a captured step" if found is None else found
 
     def _record_replay(
         self, model: LanguageModel, cache: Cache, bucket: Bucket, adapted: bool, given: ReplayInputs
@@ -492,7 +439,7 @@ class DecodeGraphs:
             return self._recorder.record_sharded(model, self._shards, cache, bucket)
         joined = self.joined_for_step(model, adapted)
         if bucket.stores:
-            assert isinstance(joined, JoinedLaunches), "`_refusal_of_prompts` has checked it"
+            assert isinstance(joined, JoinedLaunches), "`PromptGraphs` has checked it"
             return self._recorder.record_store(model, joined, cache, bucket)
         return self._recorder.record(model, joined, cache, bucket, self._sets.adapters() if adapted else None)
 
@@ -538,6 +485,24 @@ def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
     owner = graphs()
     if owner is not None:
         owner._drop([key for key in owner._graphs if key[0] == cache])
+
+
+def _arguments_of(call: StepCall, most_tokens: int) -> _StepArguments | str:
+    """Return the arguments of a call, or why no captured step takes them; a sequence has at most `most_tokens`."""
+    params, cache, size = call.params, call.cache, call.params.page_size
+    past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
+    if past is None or table is None:
+        return "block_index or cache_seqlens is on a GPU"
+    if cache.batch_size != 1 or params.q_len not in (0, call.q_len) or cache.max_seq_len % size:
+        return INVALID
+    offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
+    if params.rope_offsets is not None and offsets is None:
+        return "rope_offsets lead beyond the tables of captured steps"
+    longest = max(past.tolist(), default=0) + call.q_len  # faster on the host than the tensor's own maximum
+    most = min(table.shape[1] * size, most_tokens)
+    if longest > most:
+        return f"the step ends at {longest} tokens; its pages and the model hold {most}"
+    return _StepArguments(past, table, offsets, longest)
 
 
 def _padded_pages(pages: int, places: int) -> int:

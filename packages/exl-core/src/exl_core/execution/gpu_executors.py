@@ -14,10 +14,10 @@ from .executor import Refused
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
-    from .captured import PreparedPrompt
     from .executor import ExecutableModel
     from .forward_pass import CheckedPass, ForwardPass
     from .fused import JoinedLaunches
+    from .prompt_graphs import PreparedPrompt
 
 __all__ = ["Captured", "CapturedLast", "CapturedStore", "Joined"]
 

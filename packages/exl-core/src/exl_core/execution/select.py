@@ -57,6 +57,7 @@ from .eager import EAGER
 from .executor import ExecutableModel, Executor, Refused
 from .forward_pass import CheckedPass, ForwardPass, checked, needs_modules
 from .gpu_executors import Captured, CapturedLast, CapturedStore, Joined
+from .prompt_graphs import PromptGraphs
 from .sharded.executor import SHARDED
 from .sharded.prompts import takes_prompt
 from .ways import PassFacts, Way, way_of
@@ -190,7 +191,7 @@ def _captured(
     if isinstance(params, PagedParams) and cache is not None and asked.is_plain_prompt:
         last = not asked.preprocess_only
         with out_of_memory_as_error("run the model"):
-            prompt = model.decode.prepare_prompt(asked.ids, cache, params, last=last)
+            prompt = PromptGraphs(model.decode, model).prepare(asked.ids, cache, params, last=last)
         if isinstance(prompt, str):
             return prompt
         return CapturedLast(prompt) if last else CapturedStore(prompt)
