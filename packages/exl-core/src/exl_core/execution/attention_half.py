@@ -29,8 +29,9 @@ from exl_kernels.selection import attention_stores_keys
 from ..layers.description import AttentionDescription
 from ..layers.heads import Heads, shape_heads, shape_part
 from .batch import Step
-from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows, loaded_shape
-from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
+from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows
+from .half_launches import HeadNormLaunch
+from .half_matmuls import HalfPlan
 from .operators import Operators
 
 __all__ = ["AttentionHalf", "JoinedHeads"]
@@ -47,12 +48,8 @@ class AttentionHalf(JoinedHalf):
         self.held = (*about.widths, about.widths[0])
         self.kind = (self.held, about.head_dim, about.rope, about.interleaved, about.scale, about.window, about.softcap)
         """Attention of halves of one kind differs in the pages alone."""
-        self.head_norms = _head_norms_of(about)
-        """Norms of q and k that attention of one token a row applies."""
-        self._part_norms = norms_of_parts(about, loaded_shape) if self.head_norms is None else None
-        """Norms of all of q and of all of k, which one launch applies where the matmul has left them."""
-        self.shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
-        """Whether `shape_heads` changes q, k or v."""
+        norms = self.plan.head_norms
+        self._head_norms = norms and HeadNorms(norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
 
     def features(
         self, x: Tensor, h: HalfInput, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
@@ -75,15 +72,16 @@ class AttentionHalf(JoinedHalf):
         heads = JoinedHeads(self.about, step)
         if not isinstance(found, Tensor):
             return heads.attend_joined(*shape_heads(self.about, found))
-        norms = self._part_norms
-        if norms is not None:
+        launch, norms = self.plan.head_norm_launch(step.q_len, together=True), self.plan.part_norms
+        if launch is HeadNormLaunch.PARTS:
+            assert norms is not None
             norm_parts(found, norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
         q, k, v = torch.split(found, self._widths, dim=1)
-        if self.shapes and norms is None and (self.head_norms is None or not attention_stores_keys(step.q_len)):
+        if launch is HeadNormLaunch.OWN:
             q, k, v = shape_heads(self.about, [t.contiguous() for t in (q, k, v)])
         else:
             q, k, v = (t.view(t.shape[0], -1, self.about.head_dim) for t in (q, k, v))
-        return heads.attend_joined(q, k, v, into, self.head_norms)
+        return heads.attend_joined(q, k, v, into, self._head_norms if launch is HeadNormLaunch.ATTENTION else None)
 
     def _stored(
         self, x: Tensor, h: Tensor, step: Step, output_tokens: OutputTokens
@@ -104,18 +102,6 @@ class AttentionHalf(JoinedHalf):
         q = shape_part(a, q_proj.matmul(h, invariant=step.invariant), a.q_norm)
         heads.rotate(q, turns)
         return x, h, heads.read(q, rows, places).view(x.shape[0], -1)
-
-
-def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
-    """Return norms of q and k that attention of one token a row can apply, or None.
-
-    These are RMS norms whose weight all heads share.
-    """
-    norms = norms_of_heads(a, loaded_shape)
-    if norms is None:
-        return None
-    q, k = norms
-    return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from exl_kernels.linear.planned import PlannedMatmul
 
 from ..layers import RMSNorm
 
-__all__ = ["LastLaunch", "M", "NormLaunch", "Prologue"]
+__all__ = ["HeadNormLaunch", "LastLaunch", "M", "NormLaunch", "Prologue"]
 
 M = TypeVar("M", bound=PlannedMatmul)
 
@@ -30,6 +30,19 @@ class NormLaunch(Enum):
     """A launch that also packs the input of the first matmul."""
     OWN = auto()
     """A launch that only norms."""
+
+
+class HeadNormLaunch(Enum):
+    """The launch that norms q and k of an attention."""
+
+    NONE = auto()
+    """Neither a norm nor a clamp changes q, k or v."""
+    ATTENTION = auto()
+    """The launch of attention, which stores the keys, too."""
+    PARTS = auto()
+    """One launch for all of q and all of k, where the matmul has left them."""
+    OWN = auto()
+    """One for each of them, and the clamp, if there is one, before."""
 
 
 class LastLaunch(Enum):

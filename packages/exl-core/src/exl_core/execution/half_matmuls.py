@@ -10,13 +10,13 @@ from typing import Generic, NamedTuple, cast, get_args
 
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
-from exl_kernels.selection import pass_rows, refusal_of_adapted_shapes
+from exl_kernels.selection import attention_stores_keys, pass_rows, refusal_of_adapted_shapes
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ..layers.norm import layer_of, rms_of
 from .environment import refusal_of_joined_rows
-from .half_launches import LastLaunch, M, NormLaunch, Prologue
+from .half_launches import HeadNormLaunch, LastLaunch, M, NormLaunch, Prologue
 
 __all__ = [
     "HalfMatmul",
@@ -27,7 +27,6 @@ __all__ = [
     "joins_rows",
     "matmuls_of",
     "norms_of_heads",
-    "norms_of_parts",
     "packed_rows_of",
     "refusal_of_blocks",
 ]
@@ -83,6 +82,8 @@ class HalfPlan(Generic[M]):
         first_matmul: the only reader of the normed input, if the preceding half may pack it for this matmul.
         adds_apart: one launch norms the last matmul's result, adds it to the hidden state, and norms that for the next
             half.
+        head_norms: norms of q and k that attention of one token a row can apply, or None (`norms_of_heads`).
+        part_norms: norms of all of q and of all of k that one launch applies, or None (`norms_of_parts`).
         plain: the half has only an RMS norm, a gate of an MLP and the residual besides its matmuls and attention.
     """
 
@@ -105,7 +106,12 @@ class HalfPlan(Generic[M]):
         spec = about.last.spec
         self._last_adds = self.last.is_quantized and not spec.bias and spec.prescale == 1.0
         self.adds_apart = rms_of(about.post) is not None or (about.float_residual and about.post is None)
-        self.plain = mlp is None and self.own_norm is not None and _is_plain(about, norm_shape)
+        self._shapes_heads = isinstance(about, AttentionDescription) and shapes_heads(about)
+        self.head_norms = self.part_norms = None
+        if isinstance(about, AttentionDescription):
+            self.head_norms = norms_of_heads(about, norm_shape)
+            self.part_norms = None if self.head_norms is not None else norms_of_parts(about, norm_shape)
+        self.plain = mlp is None and self.own_norm is not None and _is_plain(about, self.head_norms)
 
     def joins(self, rows: int) -> bool:
         """Return whether the matmuls that must be joined have kernels for `rows` rows, many rows in blocks."""
@@ -146,6 +152,19 @@ class HalfPlan(Generic[M]):
         layer = None if self.about.float_residual else layer_of(norm)
         packs = layer is not None and self.first_normed.input_columns(rows) is not None
         return NormLaunch.PACKING if packs else NormLaunch.OWN
+
+    def head_norm_launch(self, tokens: int, *, together: bool) -> HeadNormLaunch:
+        """Return the launch that norms q and k.
+
+        Args:
+            tokens: tokens of each sequence.
+            together: one matmul has left q, k and v side by side.
+        """
+        if not self._shapes_heads:
+            return HeadNormLaunch.NONE
+        if together and self.head_norms is not None and attention_stores_keys(tokens):
+            return HeadNormLaunch.ATTENTION
+        return HeadNormLaunch.PARTS if together and self.part_norms is not None else HeadNormLaunch.OWN
 
     def last_launch(self, rows: int, following: Prologue[M], *, joined: bool, invariant: bool) -> LastLaunch:
         """Return the launch that adds the results of `rows` rows to the hidden state.
@@ -202,12 +221,16 @@ def _activation_of(about: MatmulDescription) -> Activation | None:
     return cast(Activation, about.activation) if fuses and isinstance(about, MlpDescription) else None
 
 
-def _is_plain(about: MatmulDescription, norm_shape: NormShape) -> bool:
+def shapes_heads(a: AttentionDescription) -> bool:
+    """Return whether a norm or a clamp changes q, k or v."""
+    return a.q_norm is not None or a.k_norm is not None or bool(a.clip)
+
+
+def _is_plain(about: MatmulDescription, head_norms: tuple[RMSNorm, RMSNorm] | None) -> bool:
     if about.post is not None:
         return False
     if isinstance(about, AttentionDescription):
-        shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
-        return not shapes or norms_of_heads(about, norm_shape) is not None
+        return not shapes_heads(about) or head_norms is not None
     return isinstance(about, MlpDescription) and about.gated
 
 

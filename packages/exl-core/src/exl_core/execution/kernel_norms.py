@@ -7,17 +7,17 @@ the answer that executors launch (`prologues.py`), as are the launches that norm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from exl_kernels.linear.planned import ShapedMatmul
-from exl_kernels.selection import NormOperation, Selection, attention_stores_keys, norm_kernel
+from exl_kernels.selection import NormOperation, Selection, norm_kernel
 
 from ..layers import Norm
 from ..layers.description import AttentionDescription, HalfDescription
 from ..layers.norm import LayerNorm
-from .half_launches import LastLaunch, NormLaunch, Prologue
-from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
+from .half_launches import HeadNormLaunch, LastLaunch, NormLaunch, Prologue
+from .half_matmuls import HalfPlan
 
 __all__ = ["HalfRun", "NormLaunches"]
 
@@ -42,7 +42,6 @@ class NormLaunches:
         tokens: tokens of each sequence.
         invariant: the pass asks for batch-invariant rows.
         adapted: adapters change all matrices of joined launches.
-        norm_shape: the shape of a norm's weight.
     """
 
     def __init__(
@@ -53,10 +52,9 @@ class NormLaunches:
         tokens: int,
         invariant: bool,
         adapted: bool,
-        norm_shape: Callable[[Norm], tuple[int, ...]],
     ) -> None:
         self._hidden, self._rows, self._tokens, self._invariant = hidden, rows, tokens, invariant
-        self._adapted, self._norm_shape = adapted, norm_shape
+        self._adapted = adapted
         self._normed = False
         """The next half finds its input normed, or packed for the matmul that norms it."""
 
@@ -109,14 +107,11 @@ class NormLaunches:
 
     def _heads(self, a: AttentionDescription, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
         """Yield the launches that norm q and k: both, one each, or none where attention norms them."""
-        if not (joins or plan.first_normed.pays_apart(self._rows, invariant=self._invariant)):
-            yield from self._norms_of_heads_apart(a)
-        elif norms_of_heads(a, self._norm_shape) is not None:
-            if not attention_stores_keys(self._tokens):
-                yield from self._norms_of_heads_apart(a)
-        elif norms_of_parts(a, self._norm_shape) is not None:
+        together = joins or plan.first_normed.pays_apart(self._rows, invariant=self._invariant)
+        launch = plan.head_norm_launch(self._tokens, together=together)
+        if launch is HeadNormLaunch.PARTS:
             yield norm_kernel("rms parts", self._hidden)
-        else:
+        elif launch is HeadNormLaunch.OWN:
             yield from self._norms_of_heads_apart(a)
 
     def _norms_of_heads_apart(self, a: AttentionDescription) -> Iterator[Selection]:

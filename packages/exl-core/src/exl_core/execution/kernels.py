@@ -487,7 +487,6 @@ class _Uses:
             tokens=self._tokens,
             invariant=self._way.invariant,
             adapted=self._adapted,
-            norm_shape=self._model.shapes.of_norm,
         )
         for found in launches.of(self._runs, self._prologues, self._last_norm):
             self._add("norm", found.kernel, found.reasons)

@@ -22,6 +22,7 @@ from ..layers.heads import shape_heads
 from .attention_half import AttentionHalf, JoinedHeads
 from .batch import Step
 from .half import Half, HalfInput, JoinedHalf
+from .half_launches import HeadNormLaunch
 from .operators import Operators
 
 __all__ = ["ManyRows", "largest_weight", "takes_many_rows"]
@@ -92,7 +93,7 @@ class ManyRows(Operators):
         if found is None:
             found = self._attention[half.kind] = self._attention_of(half, step)
         self._multiply(half, half.normed(x, h), found.parts)
-        if half.shapes:
+        if half.plan.head_norm_launch(step.q_len, together=False) is HeadNormLaunch.OWN:
             shape_heads(half.about, found.parts)
         found.attend(step.pages(half.about.layer_idx))
         return found.mixed
