@@ -137,7 +137,7 @@ class ManyRows(Operators):
         else:
             matrix.matmul(x, out=out, invariant=False)
 
-    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor, step: Step) -> None:
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
         """See `Operators.add`."""
         matrix.add_matmul_in(self._weights, y, x)
 

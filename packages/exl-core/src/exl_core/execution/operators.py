@@ -63,7 +63,7 @@ class Operators:
         launch = half.plan.last_launch(x.shape[0], next_prologue, joined=False, invariant=step.invariant)
         if launch is LastLaunch.MATMUL:
             assert isinstance(matrix, CudaQuantMatrix), "`adds_at_once`"
-            self.add(matrix, y, x, step)
+            self.add(matrix, y, x)
             return None if norm is None else rms_norm(x, norm.loaded_weight, norm.eps, out=out)
         y = self.multiplied(matrix, y, step)
         if launch is LastLaunch.SUM_AND_NORM:
@@ -73,9 +73,9 @@ class Operators:
         normed = half.finish(x, y, norm, out)
         return norm.forward(x) if launch is LastLaunch.SUM and norm is not None else normed
 
-    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor, step: Step) -> None:
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
         """Compute x += y @ matrix in place by one matmul of torch."""
-        matrix.add_matmul(y, x, invariant=step.invariant)
+        matrix.add_matmul(y, x)
 
     def multiplied(self, matrix: QuantMatrix, y: Tensor, step: Step) -> Tensor:
         """Return y @ matrix."""

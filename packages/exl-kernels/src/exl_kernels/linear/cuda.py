@@ -257,24 +257,16 @@ class CudaQuantMatrix(_CudaMatrix):
             self._plans[key] = plan
         return plan
 
-    def adds_at_once(self, x: Tensor, to: Tensor, *, invariant: bool | None = None) -> bool:
-        """Return whether `add_matmul` with these arguments is one matmul that also adds, by cuBLAS."""
-        halves = x.dtype == to.dtype == torch.float16
-        return halves and self.plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype, invariant).dequantizes
+    def add_matmul(self, x: Tensor, to: Tensor) -> None:
+        """Add x [T, K] @ W to `to` [T, N], both contiguous halves, by one matmul of torch: the sum is rounded once.
 
-    def add_matmul(self, x: Tensor, to: Tensor, *, invariant: bool | None = None) -> None:
-        """Add x [T, K] @ W to `to` [T, N], both contiguous halves; `invariant` as for `matmul`.
-
-        The result is bitwise identical to `to.add_(matmul(x))` where rows are batch-invariant; elsewhere the sum is
-        rounded once.
+        For rows that need not be batch-invariant, of a `plain` matrix.
 
         Raises:
             ShapeError, DTypeError: as for `matmul`.
         """
-        if self.adds_at_once(x, to, invariant=invariant):
-            to.addmm_(x, self.dequantize())
-        else:
-            to.add_(self.matmul(x, invariant=invariant))
+        assert self.plain, "a bias or a factor is added by a launch of its own"
+        self._output(x, to).addmm_(x, self.dequantize())
 
     def matmul_in(self, memory: WeightMemory, x: Tensor, out: Tensor) -> None:
         """Compute `matmul(x, out)` of rows that need not be batch-invariant, dequantized in `memory`.
