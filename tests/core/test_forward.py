@@ -431,6 +431,25 @@ def test_attn_params_of_the_wrong_kind(model: ExLlamaV2, ids: torch.Tensor) -> N
             model.forward_chunk(ids[:1, :10], ExLlamaV2Cache(model, max_seq_len=64), attn_params=paged, **padding)
 
 
+class OtherCache:
+    """A cache of a class of its own."""
+
+    def __init__(self, cache: ExLlamaV2Cache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def test_a_cache_is_what_has_the_members_of_one(model: ExLlamaV2, ids: torch.Tensor) -> None:
+    want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
+    other: Any = OtherCache(ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
+    assert torch.equal(model.forward(ids, other), want)
+    for wrong in (model, 3):
+        with pytest.raises(errors.InputError, match=r"cache is a \w+, which has no .*contracts\.Cache"):
+            model.forward(ids, wrong)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [

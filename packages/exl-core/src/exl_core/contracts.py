@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .config import ExLlamaV2Config
     from .lora.pairs import EmbeddingPair
 
-__all__ = ["Adapter", "Cache", "EmbeddedRows", "ForwardResult", "PagedCache"]
+__all__ = ["Adapter", "Cache", "EmbeddedRows", "ForwardResult", "PagedCache", "first_missing"]
 
 
 class ForwardResult(TypedDict, total=False):
@@ -112,8 +113,8 @@ class PagedCache(Protocol):
 class Cache(PagedCache, Protocol):
     """Keys and values of sequences, as executors use them.
 
-    Two implementations exist: the caches of exl_core (`ExLlamaV2CacheBase`), and views of them (`PagedView`). Eager
-    passes reject other classes (`arguments.check_context`). Captured steps do not ask: it would cost each host time.
+    exl_core has two implementations: its caches (`ExLlamaV2CacheBase`), and views of them (`PagedView`). Eager passes
+    refuse what lacks a member (`arguments.check_context`). Captured steps do not ask: it would cost each host time.
     """
 
     current_seq_len: int
@@ -139,3 +140,19 @@ class Cache(PagedCache, Protocol):
     def check_model(self, config: ExLlamaV2Config) -> None:
         """Raise CacheError unless the cache fits a model of `config`."""
         ...
+
+
+def first_missing(part: object, protocol: type) -> str | None:
+    """Return the first member of `protocol` that `part` lacks, or None.
+
+    Properties of the part's class are not evaluated.
+    """
+    kind = type(part)
+    return next((name for name in _members(protocol) if not hasattr(kind, name) and not hasattr(part, name)), None)
+
+
+@cache
+def _members(protocol: type) -> tuple[str, ...]:
+    own = [vars(base) for base in protocol.__mro__]
+    members = (name for found in own for name in (*found.get("__annotations__", ()), *found))
+    return tuple(name for name in members if not name.startswith("_"))

@@ -16,6 +16,7 @@ import torch
 
 from exl_core import ExLlamaV2MMEmbedding
 from exl_core.axes import GridRows
+from exl_core.contracts import first_missing
 from exl_core.embeddings import EmbeddingConfig
 
 if TYPE_CHECKING:
@@ -282,20 +283,3 @@ Tokenizer: TypeAlias = TokenizerOf[Never]
 
 OwnTokenizer: TypeAlias = TokenizerOf[Embedding]
 """A tokenizer that is given embeddings of its own kind alone."""
-
-
-def first_missing(part: object, protocol: type) -> str | None:
-    """Return the first member of `protocol` that `part` lacks, or None.
-
-    Properties of the part's class are not evaluated.
-    """
-    own = [vars(base) for base in protocol.__mro__]
-    members = [name for found in own for name in (*found.get("__annotations__", ()), *found)]
-    return next(
-        (
-            name
-            for name in members
-            if not name.startswith("_") and not hasattr(type(part), name) and not hasattr(part, name)
-        ),
-        None,
-    )

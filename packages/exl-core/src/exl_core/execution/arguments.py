@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..cache import ExLlamaV2CacheBase
-from ..cache.view import PagedView
+from ..contracts import Cache, first_missing
 from ..embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
 from ..errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
 from ..lora import ExLlamaV2Lora
@@ -18,7 +17,6 @@ from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
-    from ..contracts import Cache
     from ..language_model import LanguageModel
 
 __all__ = [
@@ -124,14 +122,18 @@ def check_context(cache: object, input_mask: object, position_offsets: object, a
     """Raise InputError for arguments of the wrong type or shape.
 
     Args:
-        cache: a cache, a view of its rows as one, or None.
+        cache: an object with the members of `Cache`, or None.
         input_mask: float [batch, total length], or None.
         position_offsets: int [batch, 1], or None.
         abort_event: a threading.Event, or None.
         batch: number of sequences.
     """
-    if cache is not None and not isinstance(cache, (ExLlamaV2CacheBase, PagedView)):
-        raise InputError(f"cache is a {type(cache).__name__}, expected one of the ExLlamaV2Cache classes or None")
+    missing = None if cache is None else first_missing(cache, Cache)
+    if missing is not None:
+        raise InputError(
+            f"cache is a {type(cache).__name__}, which has no {missing}: expected one of the ExLlamaV2Cache classes, "
+            "None, or an object with all members of exl_core.contracts.Cache"
+        )
     if input_mask is not None and not (isinstance(input_mask, Tensor) and input_mask.is_floating_point()):
         raise InputError(f"input_mask is {_named(input_mask)}, expected a float tensor [batch, total length]")
     if position_offsets is not None:
