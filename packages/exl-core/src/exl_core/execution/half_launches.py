@@ -12,7 +12,7 @@ from exl_kernels.linear.planned import PlannedMatmul
 
 from ..layers import RMSNorm
 
-__all__ = ["HeadNormLaunch", "LastLaunch", "M", "NormLaunch", "Prologue"]
+__all__ = ["POST_NORMS", "HeadNormLaunch", "LastLaunch", "M", "NormLaunch", "Prologue"]
 
 M = TypeVar("M", bound=PlannedMatmul)
 
@@ -60,6 +60,10 @@ class LastLaunch(Enum):
     """A launch of the sum and the next half's norm, behind that of the post norm if there is one."""
     SUM = auto()
     """A launch of torch, behind that of the post norm if there is one."""
+
+
+POST_NORMS = (LastLaunch.PACKING_POST_NORM, LastLaunch.POST_NORM)
+"""These also norm the input of the next half, if that has an RMS norm."""
 
 
 class Prologue(NamedTuple, Generic[M]):

@@ -16,7 +16,7 @@ from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ..layers.norm import layer_of, rms_of
 from .environment import refusal_of_joined_rows
-from .half_launches import HeadNormLaunch, LastLaunch, M, NormLaunch, Prologue
+from .half_launches import POST_NORMS, HeadNormLaunch, LastLaunch, M, NormLaunch, Prologue
 
 __all__ = [
     "HalfMatmul",
@@ -132,6 +132,14 @@ class HalfPlan(Generic[M]):
         layered = self.first_layered
         return layered if layered is not None and layered.joins(rows) else self.first_normed
 
+    def first_adapted(self, rows: int, *, normed: bool) -> M:
+        """Return the first matmul of `rows` joined rows that adapters change.
+
+        It is the one with the norm where neither an earlier launch (`normed`) nor one of its own norms the input.
+        """
+        norms = not normed and self.norm_launch(rows, joined=True, adapted=True) is NormLaunch.ADAPTERS
+        return self.first if norms else self.first_normed
+
     def norm_launch(self, rows: int, *, joined: bool, adapted: bool = False) -> NormLaunch:
         """Return the launch that norms an input of `rows` rows that no earlier launch has normed.
 
@@ -185,6 +193,16 @@ class HalfPlan(Generic[M]):
         if joined or following.norm is None or self.about.float_residual:
             return LastLaunch.SUM
         return LastLaunch.SUM_AND_NORM
+
+    def norms_next(self, rows: int, following: Prologue[M], *, joined: bool, invariant: bool) -> bool:
+        """Return whether the launches that end the half leave the next one its input normed, or packed for its matmul.
+
+        Arguments as for `last_launch`.
+        """
+        launch = self.last_launch(rows, following, joined=joined, invariant=invariant)
+        if launch is LastLaunch.PACKING_MATMUL:
+            return True
+        return following.norm is not None and (not joined or launch in POST_NORMS)
 
     def adds_at_once(self, rows: int, *, invariant: bool) -> bool:
         """Return whether torch multiplies `rows` rows by the last matrix, dequantized, and adds the hidden state.

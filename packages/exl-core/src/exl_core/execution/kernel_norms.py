@@ -16,7 +16,7 @@ from exl_kernels.selection import NormOperation, Selection, norm_kernel
 from ..layers import Norm
 from ..layers.description import AttentionDescription, HalfDescription
 from ..layers.norm import LayerNorm
-from .half_launches import HeadNormLaunch, LastLaunch, NormLaunch, Prologue
+from .half_launches import POST_NORMS, HeadNormLaunch, LastLaunch, NormLaunch, Prologue
 from .half_matmuls import HalfPlan
 
 __all__ = ["HalfRun", "NormLaunches"]
@@ -121,15 +121,14 @@ class NormLaunches:
         """Yield the launches that norm behind the last matmul of a half."""
         launch = plan.last_launch(self._rows, following, joined=joins, invariant=self._invariant)
         about, norm = plan.about, following.norm
-        if launch in (LastLaunch.POST_NORM, LastLaunch.PACKING_POST_NORM):
+        self._normed = plan.norms_next(self._rows, following, joined=joins, invariant=self._invariant)
+        if launch in POST_NORMS:
             into = following.matmul if launch is LastLaunch.PACKING_POST_NORM else None
             columns = None if into is None else into.input_columns(self._rows)
             yield norm_kernel("add post", self._hidden, float32=about.float_residual, columns=columns)
-            self._normed = norm is not None
             return
         if launch in (LastLaunch.SUM, LastLaunch.SUM_AND_NORM) and about.post is not None:
             yield self._norm(about.post, floats=about.float_residual)
-        self._normed = launch is LastLaunch.PACKING_MATMUL or (norm is not None and not joins)
         if launch is LastLaunch.SUM_AND_NORM:
             yield norm_kernel("add rms", self._hidden)
         elif norm is not None and not joins:

@@ -402,18 +402,29 @@ class _Uses:
 
     def halves(self) -> None:
         """Add the matmuls of all layers."""
-        for half, joins in zip(self._halves, self._joins, strict=True):
+        for half, joins, normed in zip(self._halves, self._joins, self._normed(), strict=True):
             plans = _plans(half)
             apart = (
                 [self._way.refusal] if self._way.refusal else [why for plan in plans for why in self._unjoined(plan)]
             )
             for plan in plans:
                 if joins:
-                    self._joined(plan)
+                    self._joined(plan, normed)
                 else:
                     self._separate(plan, apart)
             if half.plan is None:
                 self._own_pass(half)
+
+    def _normed(self) -> list[bool]:
+        """Return for each half whether launches of the one before leave it its input normed."""
+        found = [False]
+        for run, following in zip(self._runs, self._prologues, strict=True):
+            plan = None if run.plan is None else run.plan.mlp or run.plan
+            found.append(
+                plan is not None
+                and plan.norms_next(self._count, following, joined=run.joins, invariant=self._invariant)
+            )
+        return found[:-1]
 
     def _own_pass(self, half: _Half) -> None:
         assert half.why is not None
@@ -422,15 +433,18 @@ class _Uses:
         else:
             self._alone_each(half.module.submodules(), [half.why])
 
-    def _joined(self, plan: HalfPlan[ShapedMatmul]) -> None:
-        """Add the matmuls of a half whose launches are joined; the last one of an MLP may have no joined launch."""
+    def _joined(self, plan: HalfPlan[ShapedMatmul], normed: bool) -> None:
+        """Add the matmuls of a half whose launches are joined; the last one of an MLP may have no joined launch.
+
+        normed: launches of the half before have normed the input.
+        """
         first, last = _names(plan)
         if not self._adapted:
             self._matmul(first, plan.first_of_unnormed(self._count), plan.about.first)
             self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual)
             return
         for name, matmul, bare, linears, residual in (
-            (first, plan.first, self._bare(plan), plan.about.first, False),
+            (first, plan.first_adapted(self._count, normed=normed), self._bare(plan), plan.about.first, False),
             (last, plan.last, plan.last, (plan.about.last,), plan.adds_residual),
         ):
             adding = self._adding(matmul, residual=residual)
@@ -495,10 +509,10 @@ class _Uses:
         """Add the launches of adapters of all matrices, where a captured step has them and no matmul adds them."""
         if self._rank is None or self._way.way != "captured":
             return
-        for half in self._halves:
+        for half, normed in zip(self._halves, self._normed(), strict=True):
             for plan in _plans(half):
-                ranks, gated = self._rank * len(plan.about.first), plan.first.is_gated
-                self._adapters(self._adding(plan.first, residual=False), self._bare(plan), ranks, gated=gated)
+                first, ranks = plan.first_adapted(self._count, normed=normed), self._rank * len(plan.about.first)
+                self._adapters(self._adding(first, residual=False), self._bare(plan), ranks, gated=first.is_gated)
                 adding = self._adding(plan.last, residual=plan.adds_residual)
                 self._adapters(adding, plan.last, self._rank, gated=False)
             for linear in half.module.submodules() if half.plan is None else ():

@@ -91,10 +91,8 @@ class JoinedOperators(Operators):
         if adapters is None:
             return self._pending(half, x, h)
         assert not isinstance(h, PackedInput), "steps with adapters pack no input"
-        norms = h is None and half.plan.norm_launch(x.shape[0], joined=True, adapted=True) is NormLaunch.ADAPTERS
-        if norms:
-            return adapters.first(half.first, half.first_bare, x)
-        return adapters.first(half.first_normed, half.first_bare, half.normed(x, h))
+        first = half.plan.first_adapted(x.shape[0], normed=h is not None)
+        return adapters.first(first, half.first_bare, half.normed(x, h) if first is half.first_normed else x)
 
     def _pending(self, half: JoinedHalf, x: Tensor, h: HalfInput) -> PendingMatmul:
         """Return the first matmul: with its norm, if no other launch has computed that."""
