@@ -445,9 +445,10 @@ def test_a_cache_is_what_has_the_members_of_one(model: ExLlamaV2, ids: torch.Ten
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
     other: Any = OtherCache(ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
     assert torch.equal(model.forward(ids, other), want)
-    for wrong in (model, 3):
+    no_caches: list[Any] = [model, 3]
+    for wrong in no_caches:
         with pytest.raises(errors.InputError, match=r"cache is a \w+, which has no .*contracts\.Cache"):
-            model.forward(ids, wrong)  # type: ignore[call-overload]
+            model.forward(ids, wrong)
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,8 @@ def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, 
     ids = torch.multinomial(likely.expand(rows, 16), 2, generator=torch.Generator().manual_seed(rows))
     begins = torch.nn.functional.pad(torch.bincount(ids.flatten(), minlength=16).cumsum(0), (1, 0))
     groups = plan_padded(begins, DEQUANTIZED_BYTES // (2 * hidden * width)).groups
-    held = [experts * rows for experts, rows in groups]
-    assert max(experts for experts, _ in groups) * 2 * hidden * width <= DEQUANTIZED_BYTES
+    held = [group.experts * group.rows for group in groups]
+    assert max(group.experts for group in groups) * 2 * hidden * width <= DEQUANTIZED_BYTES
     assert 2 * (sum(held) * hidden + max(held) * (hidden + 2 * width)) <= planned - DEQUANTIZED_BYTES
     # Passes keep q, k, v, the result of attention and a dequantized matrix of attention meanwhile.
     attention = next(module for module in modules if isinstance(module, Attention))
