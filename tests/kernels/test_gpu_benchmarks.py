@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -151,6 +152,18 @@ def test_both_pages_have_the_tables_of_the_results() -> None:
     for page, text in pages.items():
         shown = (SCRIPTS.parents[1] / page).read_text().split("<!-- scripts/gpu/tables.py writes from here -->")[1]
         assert shown.split("<!-- to here -->")[0].strip() == text.strip(), page
+
+
+def test_the_speeds_of_the_installation_page_are_those_of_the_tables() -> None:
+    docs = SCRIPTS.parents[1] / "docs"
+    text = (docs / "performance.md").read_text()
+    predicted = dict(re.findall(r"^\| (?:RTX )?([\w ]+) \| [\d,]+ \| [\d.]+ \| (\d+) \|$", text, re.MULTILINE))
+    (h200, h100) = re.findall(r"^\| 8B, 1 sequence \|[^|/]*/ (\d+) /[^|]*\|[^|/]*/ (\d+) /", text, re.MULTILINE)[0]
+    page = (docs / "install.md").read_text()
+    assert f"| {h100}, {h200} measured |" in page
+    for card in ("3060", "3090", "4090", "L4", "L40S"):
+        assert f"{predicted[card]} ({card})" in page
+    assert f"{predicted['A100 80 GB']} predicted (80 GB)" in page
 
 
 def test_results_have_the_last_line_of_each_case_in_the_file_of_its_card() -> None:
