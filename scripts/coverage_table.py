@@ -1,8 +1,8 @@
 """Print a table of every row of the checklists in docs/coverage/*.toml with the tests that cover it.
 
-A test names its rows with the marker `covers`: `@pytest.mark.covers("generators.md: 12", "core.md: caches")`. The marks
-are read from the sources; no test runs. `--into FILE` writes the table to a file. CI builds it into the documentation
-site.
+A test names its rows with the marker `covers`: `@pytest.mark.covers("generators: healing", "core: caches")`, each with
+the checklist before it. The marks are read from the sources; no test runs. `--into FILE` writes the table to a file. CI
+builds it into the documentation site.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checklists() -> dict[str, tuple[str, dict[str, str]]]:
     found = {}
     for name in ORDER:
         data = tomllib.loads((ROOT / "docs" / "coverage" / f"{name}.toml").read_text(encoding="utf-8"))
-        found[data["spec"]] = (data["title"], data["rows"])
+        found[name] = (data["title"], data["rows"])
     return found
 
 
@@ -56,16 +56,16 @@ def table() -> str:
     lists = checklists()
     tests: dict[tuple[str, str], set[str]] = defaultdict(set)
     for claim, test in claims():
-        spec, _, row = claim.partition(": ")
-        if spec not in lists or row not in lists[spec][1]:
-            known = ", ".join(lists[spec][1]) if spec in lists else f"specifications {', '.join(lists)}"
+        name, _, row = claim.partition(": ")
+        if name not in lists or row not in lists[name][1]:
+            known = ", ".join(lists[name][1]) if name in lists else f"checklists {', '.join(lists)}"
             raise UnknownRowError(f"{test} covers {claim!r}, which is no row: there are {known}")
-        tests[spec, row].add(test)
+        tests[name, row].add(test)
     lines = [HEAD]
-    for spec, (title, rows) in lists.items():
-        lines += [f"## {title} ({spec})", "", "| row | capability | tests |", "|---|---|---|"]
+    for name, (title, rows) in lists.items():
+        lines += [f"## {title} ({name})", "", "| row | capability | tests |", "|---|---|---|"]
         for row, what in rows.items():
-            lines.append(f"| {row} | {what} | {_shown(tests[spec, row]) if (spec, row) in tests else '**open**'} |")
+            lines.append(f"| {row} | {what} | {_shown(tests[name, row]) if (name, row) in tests else '**open**'} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -13,7 +13,12 @@ from exl_generate.bundled import default_model_dir, draft_model_dir
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
-@pytest.mark.covers("generators.md: 82", "generators.md: 84", "core.md: generators", "filters.md: CAP-24")
+@pytest.mark.covers(
+    "generators: filter-third-party",
+    "generators: example-programs",
+    "core: example-programs",
+    "filters: foreign-classes",
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
 def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the folders of a model and of a draft model, and asserts what it shows."""
@@ -22,7 +27,7 @@ def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.covers("core.md: multimodal-other", "generators.md: 57-mrope")
+@pytest.mark.covers("core: multimodal-other", "generators: embeddings-mrope")
 @pytest.mark.parametrize("name", ["multimodal", "multimodal_video"])
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
 def test_scripts_with_images(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ INNER = [
 ]
 
 
-@pytest.mark.covers("filters.md: CAP-2")
+@pytest.mark.covers("filters: import-paths")
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_names_are_ours(path: str) -> None:
     module = importlib.import_module(path)

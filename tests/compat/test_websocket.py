@@ -14,7 +14,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokeni
 from exl_generate.bundled import default_model_dir
 from exllamav2.server import ExLlamaV2WebSocketServer
 
-pytestmark = pytest.mark.covers("generators.md: 85")
+pytestmark = pytest.mark.covers("generators: websocket")
 
 
 @pytest.fixture(scope="module")

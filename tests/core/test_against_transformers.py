@@ -265,7 +265,7 @@ def build(case: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
 
 
 pytestmark = [
-    pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe"),
+    pytest.mark.covers("core: architectures", "core: embedding-norms", "core: mlp-moe"),
     # Six tests have no other parameters: every model is in the default run once.
     pytest.mark.sampled(6),
 ]
@@ -297,11 +297,11 @@ def expected_logits(theirs: Any, ids: Tensor, **kwargs: Any) -> Tensor:
 
 
 @pytest.mark.covers(
-    "core.md: better-3.6.1-2",
-    "core.md: better-3.6.6",
-    "core.md: better-3.6.8",
-    "core.md: better-4.5",
-    "core.md: better-4.6",
+    "core: head-norms",
+    "core: architecture-details",
+    "core: newer-families",
+    "core: expert-routing",
+    "core: head-float32",
 )
 def test_whole_prompt(pair: tuple[Any, Any], ids: Tensor) -> None:
     theirs, ours = pair
@@ -312,7 +312,7 @@ def _rowwise(theirs: Any, ids: Tensor) -> Tensor:
     return torch.cat([expected_logits(theirs, row[None]) for row in ids])
 
 
-@pytest.mark.covers("core.md: better-6.5.3")
+@pytest.mark.covers("core: padding")
 def test_left_padded_batch(pair: tuple[Any, Any], ids: Tensor) -> None:
     """Row 0 is 13 tokens shorter: with mask and offsets its logits are those of the bare row."""
     theirs, ours = pair
@@ -331,7 +331,7 @@ def test_left_padded_batch(pair: tuple[Any, Any], ids: Tensor) -> None:
     assert_close(logits[1], expected_logits(theirs, ids[1:])[0])
 
 
-@pytest.mark.covers("core.md: better-4.5", "core.md: better-6.5.4-5")
+@pytest.mark.covers("core: expert-routing", "core: softcap-with-pages")
 def test_pages_and_batches_are_bitwise_identical(pair: tuple[Any, Any], ids: Tensor) -> None:
     """Two sequences of different lengths over scattered pages, in odd chunks and then together, against one piece."""
     _, ours = pair
@@ -382,7 +382,7 @@ def test_fused_blocks_equal_the_steps(pair: tuple[Any, Any], ids: Tensor) -> Non
 # ------------------------------------------------------------------------------------------------------ quantized
 
 
-@pytest.mark.covers("core.md: loading")
+@pytest.mark.covers("core: loading")
 def test_layers_over_two_devices_are_bitwise_identical(
     pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +403,7 @@ def cut_over_devices(whole: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> ExLla
     return model
 
 
-@pytest.mark.covers("core.md: better-3.6.3", "core.md: better-10.4", "core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel-architectures", "core: tensor-parallel-weights", "core: tensor-parallel")
 def test_matrices_over_three_devices_are_bitwise_identical(
     pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +414,7 @@ def test_matrices_over_three_devices_are_bitwise_identical(
         assert torch.equal(cut.forward(ids[:, begin:end], cache), whole.forward(ids[:, begin:end], twin))
 
 
-@pytest.mark.covers("core.md: better-3.6.4", "core.md: better-6.5.2")
+@pytest.mark.covers("core: windows-per-model", "core: windows-across-chunks")
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk: int) -> None:
@@ -425,7 +425,7 @@ def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.covers("core.md: better-14.4", "core.md: lora")
+@pytest.mark.covers("core: adapter-matrices", "core: lora")
 def test_adapters_of_every_linear(
     pair: tuple[Any, Any], ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +499,7 @@ def test_folder_of_our_quantizer(pair: tuple[Any, Any], ids: Tensor, kind: str, 
 ROPE_CASES = ("llama", "llama-linear", "llama3", "llama-yarn", "llama-yarn-mscale", "phi3-partial", "phi3-longrope")
 
 
-@pytest.mark.covers("core.md: better-5.5-tables", "core.md: better-5.5-lengths", "core.md: rope")
+@pytest.mark.covers("core: rope-tables", "core: rope-lengths", "core: rope")
 @pytest.mark.parametrize("case", [*ROPE_CASES, "gemma3-text", "gemma3-text-linear", "qwen3"])
 def test_rope_tables(case: str, tmp_path: Path) -> None:
     """cos and sin at far positions, against transformers' rotary module, of both tables where there are two."""
@@ -520,7 +520,7 @@ def test_rope_tables(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(sin[:5000], expected_sin[0, :, :half], atol=1e-5, rtol=0)
 
 
-@pytest.mark.covers("core.md: better-5.5-lengths", "core.md: rope")
+@pytest.mark.covers("core: rope-lengths", "core: rope")
 @pytest.mark.parametrize("length", [30, 40, 64])
 def test_dynamic_ntk_of_the_configured_length(length: int, ids: Tensor, tmp_path: Path, lab: Any) -> None:
     """Beyond 32 positions the base grows with the length: ours with the configured one, theirs with the call's."""

@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
     "rope_theta": 5000.0,
 }
 
-pytestmark = pytest.mark.covers("core.md: architectures")
+pytestmark = pytest.mark.covers("core: architectures")
 
 
 @dataclass
@@ -179,7 +179,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@pytest.mark.covers("core.md: better-3.6.6")
+@pytest.mark.covers("core: architecture-details")
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_families_that_transformers_does_not_have(
     name: str, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +291,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.covers("core.md: better-2", "core.md: config", "core.md: rope")
+@pytest.mark.covers("core: config-defaults", "core: config", "core: rope")
 @pytest.mark.parametrize("name", sorted(SPELLINGS))
 def test_old_and_new_spelling_are_one_model(name: str, tmp_path: Path) -> None:
     architecture, *spellings = SPELLINGS[name]
@@ -436,7 +436,7 @@ def test_refusals(architecture: str, changes: dict[str, Any], error: Any, words:
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.covers("core.md: rope")
+@pytest.mark.covers("core: rope")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -16,7 +16,7 @@ from exl_core.loading import memory
 from exl_core.loading.plan import plan
 from exl_kernels.device import CudaDevice, CudaStatus
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core: loading")
 
 NO_DRIVER = "no NVIDIA driver: libcuda.so.1 cannot be opened; install the NVIDIA driver"
 TOO_OLD = (

@@ -15,7 +15,7 @@ from exl_core.axes import RopeOffsets, chunk_end, grid_axes, marks_of, positions
 from exl_core.embeddings import EMBEDDING_INDEX
 from exl_core.errors import InputError
 
-pytestmark = pytest.mark.covers("core.md: multimodal-other", "generators.md: 57-mrope")
+pytestmark = pytest.mark.covers("core: multimodal-other", "generators: embeddings-mrope")
 
 
 @dataclass(eq=False)

@@ -38,7 +38,7 @@ def filled(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any, ba
     return cache
 
 
-@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
+@pytest.mark.covers("core: cache-checks", "core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_fields_and_footprint(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2) -> None:
     cache = cache_class(model, batch_size=3, max_seq_len=40)
@@ -62,13 +62,13 @@ def test_fields_and_footprint(cache_class: type[ExLlamaV2CacheBase], model: ExLl
     assert (cache.wbits is None) == (cache.kind in ("fp16", "fp8"))
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_default_length_is_the_models(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2) -> None:
     assert cache_class(model).max_seq_len == 512
 
 
-@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
+@pytest.mark.covers("core: cache-checks", "core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_clone_keeps_class_content_and_length(
     cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any
@@ -84,7 +84,7 @@ def test_clone_keeps_class_content_and_length(
     assert torch.equal(model.forward(more, cache), model.forward(more, copy))
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_continuing_needs_the_same_content(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     """Reset forgets: what follows is the run of a fresh cache."""
@@ -98,7 +98,7 @@ def test_continuing_needs_the_same_content(cache_class: type[ExLlamaV2CacheBase]
     assert not torch.equal(fresh, continued)
 
 
-@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
+@pytest.mark.covers("core: cache-checks", "core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_copy_states_broadcasts_to_rows(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     source = filled(cache_class, model, lab, batch=1)
@@ -112,7 +112,7 @@ def test_copy_states_broadcasts_to_rows(cache_class: type[ExLlamaV2CacheBase], m
         assert not b[1, 19:].any()
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 def test_copy_states_within_one_cache_overlapping(model: ExLlamaV2, lab: Any) -> None:
     cache = filled(ExLlamaV2Cache_Q4, model, lab, batch=1)
     before = [t.clone() for t in cache.all_tensors()]
@@ -121,7 +121,7 @@ def test_copy_states_within_one_cache_overlapping(model: ExLlamaV2, lab: Any) ->
         assert torch.equal(b[0, 3:13], a[0, 0:10])
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
@@ -143,7 +143,7 @@ def test_copy_states_within_one_cache(
     assert all(torch.equal(a, b) for a, b in zip(cache.all_tensors(), expected, strict=True))
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -163,7 +163,7 @@ def test_copy_states_refuses(model: ExLlamaV2, lab: Any, arguments: tuple[int, .
         cache.copy_states(ExLlamaV2Cache_Q4(model, batch_size=2, max_seq_len=40), 0, 1, 0, 1, 0, 1, 0, 1)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_get_and_store_kv_state(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     cache = filled(cache_class, model, lab)
@@ -192,7 +192,7 @@ def test_get_and_store_kv_state(cache_class: type[ExLlamaV2CacheBase], model: Ex
     torch.testing.assert_close(v2[:, 20:22], torch.full_like(v2[:, 20:22], -0.75), atol=0.2, rtol=0)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 def test_get_kv_state_of_pages(model: ExLlamaV2, lab: Any) -> None:
     cache = ExLlamaV2Cache_Q8(model, max_seq_len=64)
     model.forward(lab.ids(1, 20), cache)
@@ -205,7 +205,7 @@ def test_get_kv_state_of_pages(model: ExLlamaV2, lab: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
+@pytest.mark.covers("core: cache-checks", "core: caches")
 def test_lazy_and_order_of_construction(lab: Any) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
     with pytest.raises(errors.ModelStateError, match="lazy=True"):
@@ -224,7 +224,7 @@ def test_lazy_and_order_of_construction(lab: Any) -> None:
     assert model.forward(lab.ids(1, 4), cache) is not None
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 def test_load_autosplit_fills_a_lazy_cache(lab: Any) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
     cache = ExLlamaV2Cache_Q4(model, lazy=True)
@@ -237,14 +237,14 @@ def test_load_autosplit_fills_a_lazy_cache(lab: Any) -> None:
         model.load_autosplit(cache)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"max_seq_len": 0}, {"max_seq_len": -2}, {"batch_size": 1.5}])
 def test_bad_sizes(model: ExLlamaV2, arguments: dict[str, Any]) -> None:
     with pytest.raises(errors.CacheError, match=next(iter(arguments))):
         ExLlamaV2Cache(model, **arguments)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 def test_cache_of_another_model(model: ExLlamaV2, lab: Any) -> None:
     other = lab.load(lab.write(num_hidden_layers=1))
     with pytest.raises(errors.CacheError, match="another model"):
@@ -260,7 +260,7 @@ def test_more_than_the_machine_has(model: ExLlamaV2) -> None:
     assert cache.all_tensors() == []
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core: caches")
 def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
     cache = filled(ExLlamaV2Cache, model, lab)
     with pytest.raises(errors.CacheError, match="lazy"):
@@ -272,7 +272,7 @@ def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.covers("core.md: better-6.5.4-5", "core.md: caches")
+@pytest.mark.covers("core: softcap-with-pages", "core: caches")
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 96])
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab: Any) -> None:
@@ -284,7 +284,7 @@ def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab:
     assert float((logits - expected)[..., :90].abs().max() / expected[..., :90].abs().max()) < tolerance
 
 
-@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
+@pytest.mark.covers("core: cache-checks", "core: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_roll_left_drops_the_oldest_token_of_every_tensor(
     cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any

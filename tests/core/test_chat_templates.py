@@ -13,7 +13,7 @@ from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 transformers = pytest.importorskip("transformers")
 from vision_models import write_tokenizer  # noqa: E402
 
-pytestmark = pytest.mark.covers("core.md: tokenizer", "core.md: better-11.6-text")
+pytestmark = pytest.mark.covers("core: tokenizer", "core: token-text")
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [1, 2.5, None, True], "é": "ü<"}}}
 TALK: list[dict[str, Any]] = [

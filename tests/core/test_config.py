@@ -17,7 +17,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Config, errors
 from exl_core.architectures import KNOWN_TO_DIFFER, supported_architectures
 from exl_core.layers import build_modules
 
-pytestmark = pytest.mark.covers("core.md: config")
+pytestmark = pytest.mark.covers("core: config")
 
 
 def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2Config:
@@ -31,7 +31,7 @@ def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2
     return config
 
 
-@pytest.mark.covers("core.md: better-2")
+@pytest.mark.covers("core: config-defaults")
 def test_every_field_has_a_default() -> None:
     config = ExLlamaV2Config()
     for name in ExLlamaV2Config.__annotations__:
@@ -58,7 +58,7 @@ def test_a_token_id_of_minus_one_is_none(lab: Any, tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id, config.eos_token_ids) == (None, 5, [5])
 
 
-@pytest.mark.covers("core.md: better-2")
+@pytest.mark.covers("core: config-defaults")
 def test_generation_config_adds_eos_ids(lab: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     config = config_only(tmp_path, lab.config)
@@ -84,14 +84,14 @@ def test_older_names_of_keys(lab: Any, tmp_path: Path) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 8, 16)
 
 
-@pytest.mark.covers("core.md: better-2")
+@pytest.mark.covers("core: config-defaults")
 def test_nested_text_config(lab: Any, tmp_path: Path) -> None:
     nested = {k: v for k, v in lab.config.items() if k != "architectures"}
     config = config_only(tmp_path, {"architectures": ["LlamaForCausalLM"], "text_config": nested})
     assert (config.hidden_size, config.rotary_embedding_base) == (64, 10000.0)
 
 
-@pytest.mark.covers("core.md: better-3.6.7")
+@pytest.mark.covers("core: config-keys")
 def test_text_config_of_a_multimodal_model_counts_alone(lab: Any, tmp_path: Path) -> None:
     """The top level is not read for the language model's fields, but for tokens and the tied head."""
     text = {**{k: v for k, v in lab.config.items() if k != "architectures"}, "sliding_window": None}
@@ -136,7 +136,7 @@ def test_llama3_rope_in_old_and_new_spelling(lab: Any, tmp_path: Path, spelling:
     assert (settings.method, settings.original_max_positions, settings.high_freq_factor) == ("llama3", 256, 4)
 
 
-@pytest.mark.covers("core.md: better-5.5-tables")
+@pytest.mark.covers("core: rope-tables")
 def test_linear_scaling_and_ntk(lab: Any, tmp_path: Path) -> None:
     config = config_only(tmp_path, lab.config, rope_scaling={"type": "linear", "factor": 4.0})
     config.scale_alpha_value = 2.0
@@ -145,7 +145,7 @@ def test_linear_scaling_and_ntk(lab: Any, tmp_path: Path) -> None:
     assert (settings.position_scale, settings.alpha) == (4.0, 2.0)
 
 
-@pytest.mark.covers("core.md: better-3.6.4")
+@pytest.mark.covers("core: windows-per-model")
 @pytest.mark.parametrize(
     ("arch", "keys", "windows"),
     [
@@ -207,7 +207,7 @@ def test_prepare_twice_reads_again(lab: Any, tmp_path: Path) -> None:
     assert (config.vocab_size, config.max_seq_len, config.scale_pos_emb) == (64, 512, 1.0)
 
 
-@pytest.mark.covers("core.md: better-3.6.5")
+@pytest.mark.covers("core: unknown-architectures")
 def test_unknown_architecture_is_refused_with_the_list(lab: Any, tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedArchitectureError) as e:
         config_only(tmp_path, lab.config, architectures=["LamaForCausalLM"])
@@ -228,7 +228,7 @@ def test_unknown_architecture_on_request(lab: Any, tmp_path: Path) -> None:
         config.prepare(no_tensors=True)
 
 
-@pytest.mark.covers("core.md: better-3.6.5")
+@pytest.mark.covers("core: unknown-architectures")
 @pytest.mark.parametrize("name", sorted(KNOWN_TO_DIFFER))
 def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**lab.config, "architectures": [name]}))
@@ -240,7 +240,7 @@ def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path:
             config.prepare(no_tensors=True)
 
 
-@pytest.mark.covers("core.md: better-2")
+@pytest.mark.covers("core: config-defaults")
 def test_first_supported_of_several_architectures(lab: Any, tmp_path: Path) -> None:
     config = config_only(tmp_path, lab.config, architectures=["FalconForCausalLM", "MistralForCausalLM"])
     assert config.architecture == "MistralForCausalLM"
@@ -295,7 +295,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 LONGROPE = {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
 
 
-@pytest.mark.covers("core.md: better-3.6.7")
+@pytest.mark.covers("core: config-keys")
 @pytest.mark.parametrize(
     "block",
     [
@@ -348,7 +348,7 @@ def test_missing_folder_file_and_model_dir(tmp_path: Path) -> None:
         ExLlamaV2Config().prepare()
 
 
-@pytest.mark.covers("core.md: better-2")
+@pytest.mark.covers("core: config-defaults")
 def test_errors_are_the_builtin_kinds_that_users_catch() -> None:
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.ConfigFileError, FileNotFoundError)

@@ -14,7 +14,7 @@ from effort import trials
 from test_against_transformers import CASES
 
 pytestmark = [
-    pytest.mark.covers("core.md: better-3.6.7", "core.md: config", "core.md: architectures"),
+    pytest.mark.covers("core: config-keys", "core: config", "core: architectures"),
     pytest.mark.sampled(5),
 ]
 

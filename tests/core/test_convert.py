@@ -23,7 +23,7 @@ def convert_command(arguments: list[str]) -> int:
     return kernels_command(arguments, quantize=quantize_model)
 
 
-pytestmark = pytest.mark.covers("core.md: architectures")
+pytestmark = pytest.mark.covers("core: architectures")
 
 
 def test_the_command(lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from exl_core.loading.plan import plan, plan_modules
 from exl_core.transfer import is_direct
 from exl_kernels.peer import ExchangeBuffers
 
-pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core: loading")]
 
 SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "vocab_size": 2048}
 KEPT = 128 << 10  # bytes that stay for the process on each GPU: attention's counters, one tensor a stream
@@ -176,7 +176,7 @@ def test_captured_steps_of_a_split_model_keep_what_they_read(
     del taken
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "float"])
 def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Quantized kernels sum each output in one order whatever the columns beside it; torch's float matmuls may not."""
@@ -219,7 +219,7 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     assert allocated(1) - start < KEPT
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
 def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
@@ -248,7 +248,7 @@ def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
     assert not model.decode.failures
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 def test_two_gpus_gather_columns_on_streams_that_wait_for_each_other() -> None:
     """Many times without a wait of the host: each GPU makes its next columns out of all."""
     devices = [torch.device("cuda:0"), torch.device(second_device("cuda:1"))]
@@ -276,7 +276,7 @@ def sharded_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[f
     return model
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
 def test_prompts_of_a_sharded_model_are_those_of_its_modules(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
@@ -326,7 +326,7 @@ def test_prompts_of_a_sharded_model_are_those_of_its_modules(
             assert torch.equal(ours, theirs), index
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
 def test_captured_prompts_of_a_sharded_model_are_those_that_are_not_captured(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
@@ -365,7 +365,7 @@ def test_captured_prompts_of_a_sharded_model_are_those_that_are_not_captured(
     model.check_peers()
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 def test_a_step_that_only_one_gpu_got_does_not_break_the_next(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +397,7 @@ def test_a_step_that_only_one_gpu_got_does_not_break_the_next(
     model.unload()
 
 
-@pytest.mark.covers("core.md: better-9.6-load")
+@pytest.mark.covers("core: loading-memory")
 @pytest.mark.parametrize("kind", ["exl2", "float"])
 def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "max_position_embeddings": 4096}

@@ -21,7 +21,7 @@ from exl_kernels import _native
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import FEW_ROWS, Card
 
-pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core: lora")]
 
 PAGE, PAST = 16, 5
 HIDDEN, INNER, HEAD_DIM = 128, 192, 64

@@ -13,7 +13,7 @@ from exl_core.device import GIB, devices
 from exl_core.loading.plan import plan_modules
 from exl_kernels.safetensors_file import write_safetensors
 
-pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core: lora")]
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
 

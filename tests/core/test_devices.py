@@ -23,7 +23,7 @@ from exl_core.contracts import ForwardResult
 from exl_core.device import GIB, devices, torch_device
 from exl_core.loading import plan as planning
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core: loading")
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 5}
 

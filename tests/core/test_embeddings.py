@@ -21,7 +21,7 @@ from exl_core import (
 from exl_core.embeddings import EMBEDDING_INDEX
 from exl_core.layers import Embedding
 
-pytestmark = pytest.mark.covers("core.md: embedding-norms", "core.md: helpers")
+pytestmark = pytest.mark.covers("core: embedding-norms", "core: helpers")
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 

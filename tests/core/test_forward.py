@@ -19,7 +19,7 @@ from exl_core import (
 )
 from exl_core.layers import Attention, Embedding, Linear
 
-pytestmark = pytest.mark.covers("core.md: forward", "core.md: attention")
+pytestmark = pytest.mark.covers("core: forward", "core: attention")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_modules_and_their_places(model: ExLlamaV2) -> None:
     assert not model.is_quant()
 
 
-@pytest.mark.covers("core.md: better-4.6")
+@pytest.mark.covers("core: head-float32")
 def test_logits_are_float32_with_padding_columns(model: ExLlamaV2, ids: torch.Tensor) -> None:
     logits = model.forward(ids, cache_for(model))
     assert logits.shape == (2, 30, 96)
@@ -98,7 +98,7 @@ def test_last_state(lab: Any, ids: torch.Tensor) -> None:
     assert torch.equal(state, state3)
 
 
-@pytest.mark.covers("core.md: better-6.5.1")
+@pytest.mark.covers("core: causal")
 def test_a_future_token_changes_nothing_before_it(model: ExLlamaV2, ids: torch.Tensor) -> None:
     changed = ids.clone()
     changed[:, 20] = (changed[:, 20] + 1) % 90
@@ -108,7 +108,7 @@ def test_a_future_token_changes_nothing_before_it(model: ExLlamaV2, ids: torch.T
         assert not torch.equal(a[:, 20:], b[:, 20:])
 
 
-@pytest.mark.covers("core.md: better-6.5.3")
+@pytest.mark.covers("core: padding")
 def test_masked_keys_are_not_seen(model: ExLlamaV2, ids: torch.Tensor) -> None:
     changed = ids.clone()
     changed[0, :4] = 7
@@ -172,7 +172,7 @@ def test_max_output_len(lab: Any, ids: torch.Tensor) -> None:
     assert model.forward(ids, cache_for(model), preprocess_only=True) is None
 
 
-@pytest.mark.covers("core.md: better-7.4")
+@pytest.mark.covers("core: forward-checks")
 def test_abort(lab: Any, ids: torch.Tensor) -> None:
     model = lab.load(lab.write(), max_input_len=10, max_batch_size=2)
     event = threading.Event()
@@ -197,7 +197,7 @@ def test_abort(lab: Any, ids: torch.Tensor) -> None:
     torch.testing.assert_close(rest, whole[:, 10:])
 
 
-@pytest.mark.covers("core.md: better-7.4")
+@pytest.mark.covers("core: forward-checks")
 def test_int32_ids_and_pad_ids(model: ExLlamaV2, ids: torch.Tensor) -> None:
     assert torch.equal(model.forward(ids.int()), model.forward(ids))
     padded = ids.clone()
@@ -317,7 +317,7 @@ def test_not_loaded(lab: Any, ids: torch.Tensor) -> None:
         head.get_weight_tensor_dq()
 
 
-@pytest.mark.covers("core.md: better-7.4")
+@pytest.mark.covers("core: forward-checks")
 @pytest.mark.parametrize("bad", [90, 95, 10**9, -2, -(2**40)])
 def test_token_ids_out_of_range(model: ExLlamaV2, ids: torch.Tensor, bad: int) -> None:
     cache = cache_for(model)
@@ -344,7 +344,7 @@ def test_malformed_ids(model: ExLlamaV2, bad: torch.Tensor) -> None:
         model.forward(bad)
 
 
-@pytest.mark.covers("core.md: better-5.5-tables", "core.md: better-7.4")
+@pytest.mark.covers("core: rope-tables", "core: forward-checks")
 def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> None:
     cache = cache_for(model, batch=1)
     model.forward(lab.ids(1, 60), cache)
@@ -367,7 +367,7 @@ def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> Non
         paged(short, roomy, lab.ids(1, 2), [[0, 1, 2]], [31])
 
 
-@pytest.mark.covers("core.md: better-7.4")
+@pytest.mark.covers("core: forward-checks")
 def test_wrong_batch(model: ExLlamaV2, ids: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="batch_size 1"):
         model.forward(ids, cache_for(model, batch=1))
@@ -413,7 +413,7 @@ def test_states_of_modules_that_do_not_exist(model: ExLlamaV2, ids: torch.Tensor
     assert sorted(found) == [0, last]
 
 
-@pytest.mark.covers("core.md: better-6.5.6")
+@pytest.mark.covers("core: lists-of-lengths")
 def test_attn_params_of_the_wrong_kind(model: ExLlamaV2, ids: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="attn_params"):
         model.forward_chunk(ids, attn_params=object())  # type: ignore[arg-type]
@@ -526,7 +526,7 @@ def test_errors_come_before_the_first_chunk_is_stored(lab: Any, ids: torch.Tenso
     assert cache.current_seq_len == 0
 
 
-@pytest.mark.covers("core.md: better-7.4")
+@pytest.mark.covers("core: forward-checks")
 def test_the_state_behind_the_final_norm(lab: Any) -> None:
     """return_last_state="normed": what the head reads, with logits, without them and with the last ones alone."""
     model = lab.load(lab.write())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Lora, ExLlamaV2Tokenizer, errors
 from exl_core.loading.checkpoint import Checkpoint, TensorReader
 
-pytestmark = pytest.mark.covers("core.md: safetensors", "core.md: config", "core.md: tokenizer", "core.md: lora")
+pytestmark = pytest.mark.covers("core: safetensors", "core: config", "core: tokenizer", "core: lora")
 
 CORPUS = Path(__file__).parent / "corpus"  # <target>/<name>: whatever once was interesting; add what a run finds
 SECONDS = 5.0  # of the processor

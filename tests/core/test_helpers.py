@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exl_core import SeqTensor, Timer, errors
 
-pytestmark = pytest.mark.covers("core.md: helpers")
+pytestmark = pytest.mark.covers("core: helpers")
 
 
 @given(
@@ -66,7 +66,7 @@ def test_wrong_shapes() -> None:
         SeqTensor((2, 0), torch.int64, seq_dim=2)
 
 
-@pytest.mark.covers("core.md: import")
+@pytest.mark.covers("core: import")
 def test_importing_changes_nothing_of_the_process() -> None:
     """No thread counts, environment, random states, streams, output, log handlers or warnings' filters; no driver."""
     script = """

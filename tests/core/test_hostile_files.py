@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 
-pytestmark = pytest.mark.covers("core.md: better-9.6-files", "core.md: safetensors")
+pytestmark = pytest.mark.covers("core: files-damaged", "core: safetensors")
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 quick = examples(80, 25, suppress=list(HealthCheck))

@@ -20,7 +20,7 @@ from exl_core.loading.sizes import module_tensors
 from exl_kernels.formats import gptq_dequantize, gptq_quantize
 from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core: loading")
 
 
 def open_files() -> int:
@@ -60,7 +60,7 @@ def test_lazy_plans_and_modules_load_one_by_one(lab: Any) -> None:
         model.forward(lab.ids(1, 4))
 
 
-@pytest.mark.covers("core.md: better-9.6-load")
+@pytest.mark.covers("core: loading-memory")
 def test_unload_and_load_again(lab: Any) -> None:
     model = lab.load(lab.write())
     ids = lab.ids(1, 12)
@@ -122,7 +122,7 @@ def test_a_fused_matrix_of_other_head_counts_is_refused(lab: Any, tmp_path: Path
         lab.load(folder)
 
 
-@pytest.mark.covers("core.md: better-3.6.6")
+@pytest.mark.covers("core: architecture-details")
 def test_the_mlp_under_its_other_names(lab: Any, tmp_path: Path) -> None:
     """`swiglu.w12`, gate above up, and `swiglu.w3`, with biases and without."""
     for bias in (False, True):
@@ -140,7 +140,7 @@ def test_the_mlp_under_its_other_names(lab: Any, tmp_path: Path) -> None:
         assert torch.equal(found.forward(lab.ids(1, 9)), expected.forward(lab.ids(1, 9)))
 
 
-@pytest.mark.covers("core.md: better-9.6-load")
+@pytest.mark.covers("core: loading-memory")
 def test_bytes_loaded_are_known_in_a_callback(lab: Any) -> None:
     """Progress by what it takes, beside the count of modules."""
     model = ExLlamaV2(ExLlamaV2Config(lab.write(kind="exl2")))
@@ -286,7 +286,7 @@ BROKEN: dict[str, tuple[str, Damage, str]] = {
 }
 
 
-@pytest.mark.covers("core.md: better-9.6-files")
+@pytest.mark.covers("core: files-damaged")
 @pytest.mark.parametrize("case", sorted(BROKEN))
 def test_broken_tensors_name_file_and_tensor_and_leave_nothing(lab: Any, tmp_path: Path, case: str) -> None:
     kind, damage, named = BROKEN[case]
@@ -337,7 +337,7 @@ def test_the_same_tensor_in_two_files(lab: Any) -> None:
         ExLlamaV2Config(folder)
 
 
-@pytest.mark.covers("core.md: better-9.6-files")
+@pytest.mark.covers("core: files-damaged")
 def test_truncated_file_is_refused_before_loading(lab: Any) -> None:
     folder = lab.write()
     file = folder / "model.safetensors"
@@ -346,7 +346,7 @@ def test_truncated_file_is_refused_before_loading(lab: Any) -> None:
         ExLlamaV2Config(folder)
 
 
-@pytest.mark.covers("core.md: better-9.6-files")
+@pytest.mark.covers("core: files-damaged")
 def test_file_truncated_after_prepare(lab: Any) -> None:
     folder = lab.write()
     model = ExLlamaV2(ExLlamaV2Config(folder))
@@ -356,7 +356,7 @@ def test_file_truncated_after_prepare(lab: Any) -> None:
     assert not any(m.loaded for m in model.modules)
 
 
-@pytest.mark.covers("core.md: better-9.6-files", "core.md: loading")
+@pytest.mark.covers("core: files-damaged", "core: loading")
 def test_file_replaced_after_prepare(lab: Any) -> None:
     """Another file under the same name, even of the same size and layout, is not the one whose header was checked."""
     folder, other = lab.write(seed=1), lab.write(seed=2)
@@ -386,7 +386,7 @@ def test_file_written_to_while_it_is_read(lab: Any) -> None:
     assert not any(m.loaded for m in model.modules)
 
 
-@pytest.mark.covers("core.md: safetensors")
+@pytest.mark.covers("core: safetensors")
 def test_links_to_weight_files(lab: Any, tmp_path: Path) -> None:
     """As in download caches, the folder holds links to files with other names."""
     folder = lab.write(shards=3)
@@ -419,7 +419,7 @@ def test_tensors_that_the_model_does_not_use_are_logged(
     assert "5 bytes after the last tensor are ignored" in caplog.text
 
 
-@pytest.mark.covers("core.md: safetensors")
+@pytest.mark.covers("core: safetensors")
 def test_reading_ahead_knows_every_matrix_and_is_no_need(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, changes in (("exl2", {}), ("gptq", {}), ("float", {"tie_word_embeddings": True})):
         config = ExLlamaV2Config(lab.write(kind=kind, shards=2, **changes))
@@ -486,7 +486,7 @@ def test_device_variable(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             lab.load(folder)
 
 
-@pytest.mark.covers("core.md: better-9.6-load")
+@pytest.mark.covers("core: loading-memory")
 def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
     folder = lab.write(hidden_size=256, intermediate_size=512, vocab_size=2048, kind="exl2")
 

@@ -28,7 +28,7 @@ from exl_kernels.selection import PACKED_ROWS
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.covers("core.md: lora")
+pytestmark = pytest.mark.covers("core: lora")
 
 QUANTIZED = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 TOLERANCE = 2e-3  # of the largest logit
@@ -129,7 +129,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # A warning of a class of peft would make the process that collects results import peft, and torch with it.
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed", "ignore:Adapter .default.")
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 @pytest.mark.parametrize("case", OPTIONS)
 def test_logits_are_peft_s(bench: Bench, ids: Tensor, case: str) -> None:
     folder = bench.adapter(**OPTIONS[case])
@@ -173,7 +173,7 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 @pytest.mark.parametrize("case", TIED)
 def test_adapters_of_a_model_whose_head_is_its_embedding(lab: Any, tmp_path: Path, ids: Tensor, case: str) -> None:
     """PEFT unties the two unless it is asked not to."""
@@ -283,7 +283,7 @@ def test_adapters_in_pages(bench: Bench, ids: Tensor) -> None:
     assert torch.equal(result["logits"][..., :90], bench.logits(ids, lora))
 
 
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 def test_quantized_model_with_the_adapter_of_the_float_model(lab: Any, ids: Tensor, tmp_path: Path) -> None:
     """EXL2 stores rows in another order: the adapter's matrices still meet the right features."""
     tensors = lab.random_tensors(lab.config)
@@ -312,7 +312,7 @@ def test_quantized_model_with_the_adapter_of_the_float_model(lab: Any, ids: Tens
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq-act-order"])
 @pytest.mark.parametrize("modules", [ALL, ["down_proj"], ["q_proj", "gate_proj"]], ids=["all", "down", "some"])
 def test_adapters_of_a_model_sharded_over_devices(
@@ -382,7 +382,7 @@ RENAMES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 @pytest.mark.parametrize("case", RENAMES)
 def test_prefixes_of_wrappers(lab: Any, bench: Bench, ids: Tensor, tmp_path: Path, case: str) -> None:
     plain = ExLlamaV2Lora.from_directory(bench.model, hand_made(tmp_path / "plain", ALL))
@@ -402,7 +402,7 @@ def test_pytorch_archive_as_alpaca_saves_it(bench: Bench, ids: Tensor, tmp_path:
     )
 
 
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 def test_fused_modules_of_the_original_model(lab: Any, ids: Tensor, tmp_path: Path) -> None:
     """Phi-3 style: one adapter for qkv_proj and for gate_up_proj, split over the matrices here."""
     model = lab.load(lab.write())
@@ -525,7 +525,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[Exception], str
 }  # fmt: skip
 
 
-@pytest.mark.covers("core.md: better-14.4")
+@pytest.mark.covers("core: adapter-matrices")
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_error_names_the_tensor(bench: Bench, tmp_path: Path, case: str) -> None:
     tensors, config, error, named = REFUSED[case]

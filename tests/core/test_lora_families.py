@@ -14,7 +14,7 @@ from exl_core import ExLlamaV2Lora
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
-    pytest.mark.covers("core.md: better-14.4", "core.md: lora"),
+    pytest.mark.covers("core: adapter-matrices", "core: lora"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 

@@ -22,7 +22,7 @@ from exl_core import (
 )
 from exl_kernels.linear import workspace
 
-pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
+pytestmark = pytest.mark.covers("core: loading-memory", "core: loading")
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
 

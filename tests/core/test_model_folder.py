@@ -10,7 +10,7 @@ import pytest
 
 from exl_core import ExLlamaV2Config, errors, model_init
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core: loading")
 
 
 def refusal(path: Path | str) -> str:

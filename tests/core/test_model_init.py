@@ -12,7 +12,7 @@ import torch
 
 from exl_core import ExLlamaV2Cache, errors, model_init
 
-pytestmark = pytest.mark.covers("core.md: config")
+pytestmark = pytest.mark.covers("core: config")
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 

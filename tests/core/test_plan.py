@@ -32,7 +32,7 @@ from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, plan_padded
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.sampling import workspace_bytes
 
-pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
+pytestmark = pytest.mark.covers("core: loading-memory", "core: loading")
 
 MIDDLE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 2048}
 WEIGHTS = 0.02  # tolerance for small matrices; models beyond 100 MB: 1 % on the CPU, 3.5 % on a GPU

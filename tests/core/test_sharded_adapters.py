@@ -14,7 +14,7 @@ from test_sharded_launches import CONFIG, build
 
 from exl_core import ExLlamaV2, ExLlamaV2Lora
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 
 def write_adapter(folder: Path, model: ExLlamaV2) -> Path:

@@ -23,7 +23,7 @@ from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 from exl_kernels.peer import exchange_buffer_bytes
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 
 SIZES = {

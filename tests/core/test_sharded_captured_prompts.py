@@ -24,7 +24,7 @@ from exl_core.execution.step_inputs import Bucket
 from exl_kernels.device import set_row_invariant
 from exl_kernels.peer import PeerResults
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 
 class Results(PeerResults):

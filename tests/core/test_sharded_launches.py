@@ -20,7 +20,7 @@ from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_lau
 from exl_core.execution.sharded.shares import Shares
 from exl_core.loading.checkpoint import TensorReader
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

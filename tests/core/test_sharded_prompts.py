@@ -22,7 +22,7 @@ from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 
 @pytest.fixture

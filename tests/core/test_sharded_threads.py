@@ -17,7 +17,7 @@ from exl_core.execution.sharded.exchange import LocalExchange
 from exl_core.execution.sharded.shares import Shares
 from exl_core.placement import Placement
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 HOME, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 NAMES = [str(HOME), str(OTHER)]

@@ -17,7 +17,7 @@ from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_core.errors import ChatTemplateError
 from exl_core.tokenizer import sandbox
 
-pytestmark = pytest.mark.covers("core.md: better-11.6-text")
+pytestmark = pytest.mark.covers("core: token-text")
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 

@@ -37,7 +37,7 @@ from exl_core.loading.checkpoint import TensorSource
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 160,
@@ -74,7 +74,7 @@ EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.covers("core.md: better-10.4")
+@pytest.mark.covers("core: tensor-parallel-weights")
 @pytest.mark.parametrize(
     "shares", [EVEN2, EVEN3, [8.0] * 4, UNEVEN, FIVE], ids=["two", "three", "four", "uneven", "five"]
 )

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 
-pytestmark = pytest.mark.covers("core.md: tokenizer")
+pytestmark = pytest.mark.covers("core: tokenizer")
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 NASTY = [
@@ -89,7 +89,7 @@ def test_round_trip(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
     assert fixture_tokenizer.encode_unspecial(text) == ids[0].tolist()
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 @examples(200, 20)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_bytes_of_the_ids_are_the_text(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
@@ -98,7 +98,7 @@ def test_bytes_of_the_ids_are_the_text(fixture_tokenizer: ExLlamaV2Tokenizer, te
     assert b"".join(table[i] for i in ids) == text.encode()
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 def test_a_long_text_is_encoded_as_a_short_one_and_lets_others_run(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     """A server's event loop goes on while a thread encodes a long prompt: the library must release the GIL."""
     backend: Any = fixture_tokenizer.tokenizer_model
@@ -139,7 +139,7 @@ def test_special_tokens_are_text_unless_asked(fixture_tokenizer: ExLlamaV2Tokeni
     assert t.decode(special[0], decode_special_tokens=True) == "<s>hi</s>"
 
 
-@pytest.mark.covers("core.md: better-11.6-ids")
+@pytest.mark.covers("core: token-ids")
 def test_control_ids_around_the_text(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     t = fixture_tokenizer
     bare = t.encode("abc")[0].tolist()
@@ -151,7 +151,7 @@ def test_control_ids_around_the_text(fixture_tokenizer: ExLlamaV2Tokenizer) -> N
     assert t2[0].tolist() == bare
 
 
-@pytest.mark.covers("core.md: better-11.6-ids")
+@pytest.mark.covers("core: token-ids")
 def test_lists_are_padded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     t = fixture_tokenizer
     texts = ["one two three four", "", "five"]
@@ -231,7 +231,7 @@ def test_pad_rules(byte_level: Path, lab: Any) -> None:
     assert pad() == 0
 
 
-@pytest.mark.covers("core.md: better-11.6-ids")
+@pytest.mark.covers("core: token-ids")
 def test_pad_id_zero_pads_and_vanishes(byte_level: Path, lab: Any) -> None:
     t = tokenizer_in(byte_level, lab, pad_token_id=0)
     ids, offsets = t.encode(["one two", "x"], return_offsets=True)
@@ -240,7 +240,7 @@ def test_pad_id_zero_pads_and_vanishes(byte_level: Path, lab: Any) -> None:
     assert t.decode(ids, decode_special_tokens=True) == ["one two", "x"]
 
 
-@pytest.mark.covers("core.md: better-11.6-ids")
+@pytest.mark.covers("core: token-ids")
 def test_all_eos_ids(byte_level: Path, lab: Any) -> None:
     (byte_level / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     t = tokenizer_in(byte_level, lab, eos_token_id=[2, 5])
@@ -249,7 +249,7 @@ def test_all_eos_ids(byte_level: Path, lab: Any) -> None:
     assert t.decode(torch.tensor([40, 5, 41, 9, 2])) == t.decode(torch.tensor([40, 41]))
 
 
-@pytest.mark.covers("core.md: better-11.6-ids")
+@pytest.mark.covers("core: token-ids")
 def test_decoding_up_to_the_first_eos(byte_level: Path, lab: Any) -> None:
     t = tokenizer_in(byte_level, lab, eos_token_id=[2, 5], pad_token_id=2)
     whole, front = t.decode(torch.tensor([40, 41, 42, 43])), t.decode(torch.tensor([40, 41]))
@@ -376,7 +376,7 @@ def test_ords_and_single_ids(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     assert t.decode(torch.tensor([t.space_token_id])) == " "
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 def test_tables_are_built_once_by_many_threads() -> None:
     t = ExLlamaV2Tokenizer(ExLlamaV2Config(FIXTURE))
     found: list[Any] = []
@@ -425,7 +425,7 @@ def test_chat_template_of_tokenizer_config(byte_level: Path, lab: Any) -> None:
     )
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 def test_chat_template_file_and_named_templates(byte_level: Path, lab: Any) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools | length }}"}]
     (byte_level / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

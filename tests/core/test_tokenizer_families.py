@@ -20,7 +20,7 @@ from exl_core.tokenizer import sandbox
 sentencepiece = pytest.importorskip("sentencepiece")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.covers("core.md: tokenizer"), pytest.mark.sampled(4)]
+pytestmark = [pytest.mark.covers("core: tokenizer"), pytest.mark.sampled(4)]
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 CORPUS = [
@@ -151,7 +151,7 @@ def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return ours(folder, lab, lazy_init=False), plain, folder
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 @pytest.mark.parametrize("text", [*NASTY, *CORPUS[:6], "a<user>b"])
 def test_sentencepiece_s_own_ids_and_text(spm: tuple[Any, Any, Path], text: str) -> None:
     tokenizer, plain, _ = spm
@@ -242,7 +242,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.covers("core.md: better-11.6-text")
+@pytest.mark.covers("core: token-text")
 @pytest.mark.parametrize("name", BOMBS)
 def test_template_bombs_end_with_an_error(
     plain: ExLlamaV2Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch

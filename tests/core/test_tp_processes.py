@@ -19,7 +19,7 @@ from random_models import write_random_model
 from exl_core import ProcessExchange, errors
 from exl_kernels.safetensors_file import write_safetensors
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 WORKER = Path(tp_worker.__file__)
 PROCESSES = 2

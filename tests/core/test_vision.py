@@ -19,7 +19,7 @@ from exl_core.vision.preprocess import output_size, preprocess
 from exl_core.vision.tower import ENCODERS
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.covers("core.md: better-12.5", "core.md: multimodal")
+pytestmark = pytest.mark.covers("core: images", "core: multimodal")
 
 TEXT = {
     "model_type": "mistral",

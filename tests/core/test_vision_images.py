@@ -19,7 +19,7 @@ from exl_core import errors
 from exl_core.vision import open_image
 from exl_core.vision.images import MAX_PIXELS, as_rgb
 
-pytestmark = pytest.mark.covers("core.md: multimodal-other")
+pytestmark = pytest.mark.covers("core: multimodal-other")
 
 
 def noise(width: int = 12, height: int = 7) -> Image.Image:

@@ -25,7 +25,7 @@ from exl_kernels.errors import ExlError
 pytest.importorskip("transformers")
 from vision_models import FAMILIES, QWEN, picture, write_model
 
-pytestmark = [pytest.mark.covers("core.md: multimodal-other")]
+pytestmark = [pytest.mark.covers("core: multimodal-other")]
 
 Json = dict[str, Any]
 

@@ -27,7 +27,7 @@ from exl_core.loading.plan import plan_modules
 transformers = pytest.importorskip("transformers")
 from vision_models import END, FAMILIES, IMAGE, QWEN, START, VIDEO, VOCAB, Pair, error, make_pair, picture  # noqa: E402
 
-pytestmark = [pytest.mark.covers("core.md: better-12.5", "core.md: multimodal-other", "generators.md: 57-mrope")]
+pytestmark = [pytest.mark.covers("core: images", "core: multimodal-other", "generators: embeddings-mrope")]
 
 TOLERANCE = 2e-3
 FIRST, MIDDLE, LAST = [1, 20, 21], [30, 31, 32], [40, 41, 42, 43, 44, 45, 46, 47]

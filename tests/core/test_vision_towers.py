@@ -15,7 +15,7 @@ from exl_core.vision.qwen_images import patches_of
 transformers = pytest.importorskip("transformers")
 from vision_models import FAMILIES, GEMMA_PROCESSOR, QWEN, QWEN_PROCESSOR, Pair, error, make_pair, picture  # noqa: E402
 
-pytestmark = [pytest.mark.covers("core.md: better-3.6.6", "core.md: better-12.5", "core.md: multimodal-other")]
+pytestmark = [pytest.mark.covers("core: architecture-details", "core: images", "core: multimodal-other")]
 
 # Both sides compute in float32, in other orders; logits may differ by 2e-3, rows come far closer.
 TOLERANCE = 2e-5

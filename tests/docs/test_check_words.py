@@ -26,7 +26,10 @@ def found(text: str) -> list[str]:
     [
         ("def run_in_a_row(self) -> None:", "in a row"),
         ("class UnbrokenStep:", "unbroken"),
-        ("# See spec core.md 9.3.", "spec core"),
+        ("# See spec core 9.3.", "spec core"),
+        ('@pytest.mark.covers("filters.md: base-class")', "filters.md"),
+        ("What section 13 asks of the generators", "section 13 asks"),
+        ('covers("core: better-3.6.4")', "better-3"),
         ('"""What a job holds."""', '"""what'),
         ("two jobs in a row", "in a row"),
         ("The results agree to the bit.", "to the bit"),
@@ -45,6 +48,8 @@ def test_a_listed_word_is_found(text: str, words: str) -> None:
         "0x1234567 of 1234567",
         "class FusedLinear:",
         "itertools.product",
+        '@pytest.mark.covers("core: windows-per-model", "generators: healing")',
+        "[the states of a filter](../explanation/filters.md)",
     ],
 )
 def test_other_text_passes(text: str) -> None:

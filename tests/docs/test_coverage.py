@@ -30,7 +30,7 @@ def test_every_claimed_row_exists(coverage: ModuleType) -> None:
 
 
 def test_a_claim_of_an_unknown_row_is_an_error(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "claims", lambda: [("core.md: no-such-row", "tests/test_x.py::test_y")])
+    monkeypatch.setattr(coverage, "claims", lambda: [("core: no-such-row", "tests/test_x.py::test_y")])
     with pytest.raises(coverage.UnknownRowError, match="no-such-row"):
         coverage.table()
 

@@ -26,7 +26,7 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(re.findall(r'run\("(\w+\.py)"', here))
 
 
-@pytest.mark.covers("generators.md: 84")
+@pytest.mark.covers("generators: example-programs")
 def test_workflow() -> None:
     out = run("workflow.py")
     assert "Once upon a time, a small fox" in out
@@ -41,7 +41,7 @@ def test_streaming_chat() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_async_server() -> None:
     lines = run("async_server.py").splitlines()
     assert len(lines) == 24
@@ -56,7 +56,7 @@ def test_json_by_schema() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.covers("generators.md: 58")
+@pytest.mark.covers("generators: adapters-per-job")
 def test_lora_per_job() -> None:
     lines = run("lora_per_job.py").splitlines()
     assert [line.split(":")[0] for line in lines] == ["no adapter", "a quarter of it", "all of it"]
@@ -64,7 +64,7 @@ def test_lora_per_job() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.covers("core.md: multimodal-other")
+@pytest.mark.covers("core: multimodal-other")
 def test_image_question(tmp_path: Path) -> None:
     """On a random Qwen2-VL: its answers mean nothing, but the second question finds the image in the cache."""
     pytest.importorskip("transformers")
@@ -107,6 +107,6 @@ def test_perplexity(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-40")
+@pytest.mark.covers("filters: other-engines")
 def test_filters_in_transformers() -> None:
     assert run("filters_in_transformers.py").strip() in ("yes", "no", "perhaps")

@@ -59,7 +59,7 @@ def up_to_stop(ids):
     return ids[: ids.index(EOS)] if EOS in ids else ids
 
 
-@pytest.mark.covers("filters.md: CAP-40")
+@pytest.mark.covers("filters: other-engines")
 def test_every_adapter_gives_the_text_of_the_plain_loop():
     for seed in range(12):
         expected = up_to_stop(plain_loop(seed))
@@ -91,7 +91,7 @@ def exllamav3(seed):
     return out
 
 
-@pytest.mark.covers("filters.md: CAP-40")
+@pytest.mark.covers("filters: other-engines")
 def test_exllamav3_gives_the_text_of_the_plain_loop():
     pytest.importorskip("torch")
     for seed in range(12):
@@ -135,7 +135,7 @@ def update(removed=(), added=(), moved=()):
     return SimpleNamespace(removed=removed, added=added, moved=moved)
 
 
-@pytest.mark.covers("filters.md: CAP-40")
+@pytest.mark.covers("filters: other-engines")
 def test_vllm_protocol(processor):
     assert processor.is_argmax_invariant() is False
     spec = {"type": "select", "options": OPTIONS}
@@ -245,7 +245,7 @@ def model():
     torch.set_num_threads(before)
 
 
-@pytest.mark.covers("filters.md: CAP-40")
+@pytest.mark.covers("filters: other-engines")
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True}]
 )

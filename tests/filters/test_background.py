@@ -58,7 +58,7 @@ def stack(*filters):
     return s
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
     s, plain = stack(Slow()), stack(Slow())
     Slow.threads.clear()
@@ -75,7 +75,7 @@ def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
     assert sum(name.startswith("pool") for name in Slow.threads) == 4
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 def test_a_quick_mask_stays_where_it_is(pool, monkeypatch):
     monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=float))  # a busy machine takes no time either
     s = stack(ExLlamaV2SelectFilter(None, V, ["abcabc"]))
@@ -137,7 +137,7 @@ def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
     assert bits.to_ids(s.next_mask()) == [0]
 
 
-@pytest.mark.covers("filters.md: CAP-17")
+@pytest.mark.covers("filters: compile-errors")
 def test_compiling_has_a_time_limit():
     f = compile_within(250, ExLlamaV2SelectFilter, None, V, ["ab"])
     assert f.next()[0] == [0]

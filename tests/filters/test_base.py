@@ -28,7 +28,7 @@ class Counting(ExLlamaV2Filter):
         return {10 + len(self.fed)}, set()
 
 
-@pytest.mark.covers("filters.md: CAP-1")
+@pytest.mark.covers("filters: base-class")
 def test_defaults_of_the_base_class():
     base = ExLlamaV2Filter("model", "tokenizer")
     assert (base.model, base.tokenizer, base.sequence_str, base.background_result) == ("model", "tokenizer", "", None)
@@ -62,7 +62,7 @@ def test_background_next_is_next(pool):
     assert f.get_next() == ({10}, set())
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 def test_a_failure_in_the_background_is_delivered_once_and_leaves_a_usable_filter(pool):
     class Failing(Counting):
         broken = True
@@ -86,7 +86,7 @@ def test_a_failure_in_the_background_is_delivered_once_and_leaves_a_usable_filte
     assert f.get_next() == ({10}, set())
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 def test_feed_and_begin_drop_what_was_computed_for_the_state_before(pool):
     f = Counting()
     f.background_next(pool)
@@ -109,7 +109,7 @@ def test_a_pending_result_of_the_other_kind_is_not_taken_for_this_one(pool):
     assert f.get_next() == ({10}, set())
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 def test_drop_waits_for_running_work():
     started, go = Event(), Event()
 
@@ -175,7 +175,7 @@ def test_default_validate_counts_without_moving():
     assert f.fed == []
 
 
-@pytest.mark.covers("filters.md: CAP-3")
+@pytest.mark.covers("filters: border-types")
 def test_tokens_and_prefixes_are_checked():
     class Tensor:
         def item(self):

@@ -87,7 +87,7 @@ def pieces(s):
     return None if mask is None else {LETTERS[i] for i in bits.to_ids(mask)}
 
 
-@pytest.mark.covers("filters.md: CAP-15")
+@pytest.mark.covers("filters: triggers")
 @pytest.mark.parametrize("on", ["</think>", LETTERS.index("</think>")])
 def test_a_schema_that_holds_after_the_thinking(on):
     s = stack(TriggeredFilter(select(V, "yes", "no"), on=on))
@@ -124,7 +124,7 @@ def test_a_cue_inside_a_token_is_not_missed():
         assert mask_ids(s) == [3]
 
 
-@pytest.mark.covers("filters.md: CAP-15")
+@pytest.mark.covers("filters: triggers")
 @pytest.mark.parametrize("after", ["release", "rearm"])
 def test_what_comes_after(after):
     s = stack(TriggeredFilter(select(V, "no"), on="the", after=after))
@@ -138,7 +138,7 @@ def test_what_comes_after(after):
     assert pieces(second) is None
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 def test_any_of_goes_on_with_those_that_fit():
     s = stack(AnyOf([select(V, "no"), select(V, "nose", "yes")]))
     assert pieces(s) == {"n", "no", "y", "yes"}
@@ -149,7 +149,7 @@ def test_any_of_goes_on_with_those_that_fit():
     assert spelled(s, "yes") == [True]
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 def test_slots_rotate():
     s = stack(TokenSetFilter(None, V, [[0, 1], [2, EOS - 1]]))
     assert pieces(s) == {"a", "b"}
@@ -162,7 +162,7 @@ def test_slots_rotate():
     assert pieces(stack(TokenSetFilter(None, V, [3, 4]))) == {"d", "e"}
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 @given(st.lists(st.sampled_from(["ab", "ba", "a", "b", "c", "abc", "aab"]), max_size=8))
 def test_banned_texts_never_arise(path):
     v = Vocabulary(["ab", "ba", "a", "b", "c", "abc", "aab", "</s>"], eos_token_id=7, special_ids=[7])
@@ -178,7 +178,7 @@ def test_banned_texts_never_arise(path):
         text += piece
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 def test_length_limits():
     s = stack(LengthFilter(None, V, 1, 2))
     assert "</s>" not in pieces(s)
@@ -210,7 +210,7 @@ def test_bad_arguments(make):
         make()
 
 
-@pytest.mark.covers("filters.md: CAP-31")
+@pytest.mark.covers("filters: specs")
 @pytest.mark.parametrize(
     "f", [TokenSetFilter(None, V, [[0], [1]]), BanFilter(None, V, [3], ["ab"]), LengthFilter(None, V, 1, 2)]
 )

@@ -29,7 +29,7 @@ def without_exllamav2(monkeypatch):
     importlib.invalidate_caches()
 
 
-@pytest.mark.covers("filters.md: CAP-2")
+@pytest.mark.covers("filters: import-paths")
 def test_the_paths_that_third_parties_import():
     class Tokenizer: ...
 
@@ -57,7 +57,7 @@ def test_a_real_exllamav2_is_left_alone(tmp_path, monkeypatch):
         compat.install()
 
 
-@pytest.mark.covers("filters.md: CAP-24")
+@pytest.mark.covers("filters: foreign-classes")
 def test_lm_format_enforcers_own_module_imports_through_it():
     pytest.importorskip("lmformatenforcer", reason="extra `enforcer`")
     pytest.importorskip("torch")
@@ -67,7 +67,7 @@ def test_lm_format_enforcers_own_module_imports_through_it():
     sys.modules.pop("lmformatenforcer.integrations.exllamav2", None)
 
 
-@pytest.mark.covers("filters.md: CAP-24")
+@pytest.mark.covers("filters: foreign-classes")
 def test_formatrons_own_filter_runs_unmodified():
     pytest.importorskip("kbnf", reason="formatron is not here (it is among the development dependencies)")
     pytest.importorskip("torch")

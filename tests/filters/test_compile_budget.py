@@ -39,7 +39,7 @@ from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
 V = standard_vocabulary()
 SHORT = CompileBudget(seconds=3.0, megabytes=256)
 LONG = CompileBudget(seconds=120.0)  # for what takes milliseconds: a busy machine may take seconds
-pytestmark = [pytest.mark.covers("filters.md: CAP-17"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.covers("filters: compile-errors"), pytest.mark.sampled(3)]
 
 
 def doubled(levels, form, leaf):

@@ -44,7 +44,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_its_own_tests_pass(installed):
     copy, env = installed
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=copy, env=env)
@@ -52,7 +52,7 @@ def test_its_own_tests_pass(installed):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     copy, env = installed
     listed = run(sys.executable, "-m", "exl_filters", "list", cwd=tmp_path, env=env)

@@ -152,7 +152,7 @@ def test_a_row_of_logits_is_a_float_row_of_their_width():
     assert bits.to_ids(stack(Masks(np.where(MASK, 0, -np.inf))).next_mask()) == [97, 98]
 
 
-@pytest.mark.covers("filters.md: CAP-13")
+@pytest.mark.covers("filters: healing")
 def test_one_healing_rule_where_no_token_starts_with_the_prefix():
     foreign, native = Answers([97], [97]), ExLlamaV2SelectFilter(None, VOCAB, ["a"])
     inner = foreign

@@ -77,7 +77,7 @@ def generate(f, vocab, rng, limit=300):
     return None
 
 
-@pytest.mark.covers("filters.md: CAP-22")
+@pytest.mark.covers("filters: grammars")
 @pytest.mark.parametrize(
     ("source", "good", "bad"),
     [
@@ -110,7 +110,7 @@ def test_languages(source, good, bad):
         assert not takes(f, text), text
 
 
-@pytest.mark.covers("filters.md: CAP-17")
+@pytest.mark.covers("filters: compile-errors")
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -149,7 +149,7 @@ def test_the_callers_schema_is_not_changed():
     assert schema == SCHEMA
 
 
-@pytest.mark.covers("filters.md: CAP-7")
+@pytest.mark.covers("filters: stop-ids")
 def test_stop_ids_are_offered_when_whole_and_only_then():
     f = make(regex="[ab]+")
     assert not set(f.next()[0]) & {EOS, EOT}
@@ -242,7 +242,7 @@ def test_clones_are_independent_and_templates_are_shared_between_threads():
     assert len(results) == 16
 
 
-@pytest.mark.covers("filters.md: CAP-13")
+@pytest.mark.covers("filters: healing")
 def test_healing_consumes_the_surplus_only():
     v = Vocabulary(
         [bytes([i]) for i in range(256)] + [b"</s>", b" {", b' {"', b" x", b"{", b" "],
@@ -295,7 +295,7 @@ def test_validate_counts_drafts():
     assert f.next()[0] == [97]
 
 
-@pytest.mark.covers("filters.md: CAP-5")
+@pytest.mark.covers("filters: combination")
 def test_mask_mode_agrees_with_next():
     f = fed(make(json_schema=SCHEMA), '{"name":"')
     for width in (VOCAB.size, VOCAB.size + 1, VOCAB.size + 64):
@@ -375,7 +375,7 @@ def test_validate_is_what_the_masks_allow():
             assert f.validate([int(t) for t in path]) == permitted
 
 
-@pytest.mark.covers("filters.md: CAP-23")
+@pytest.mark.covers("filters: white-space")
 def test_captures_leading_space_and_runaway_whitespace():
     f = make(lark='start: "name: " name "."\nname[capture]: /[a-z]+/\n')
     for byte in b"name: ada.":

@@ -98,7 +98,7 @@ def test_no_filter_restricts_nothing():
     assert stack(Silent()).next_mask() is None
 
 
-@pytest.mark.covers("filters.md: CAP-16")
+@pytest.mark.covers("filters: packed-masks")
 def test_mask_shape_and_tail():
     s = stack(Words([1], [2]), vocab_size=70)
     s.begin("")
@@ -108,7 +108,7 @@ def test_mask_shape_and_tail():
     assert bits.to_ids(mask) == [1, 2]
 
 
-@pytest.mark.covers("filters.md: CAP-5")
+@pytest.mark.covers("filters: combination")
 def test_combination_is_the_intersection_in_any_order():
     a, b = Words([1, 2], [3, 4]), Words([3, 4], [5])
     for filters in ((a, b), (b, a), (a, Silent(), b), (a, a, b)):
@@ -120,7 +120,7 @@ def test_combination_is_the_intersection_in_any_order():
         assert s.status is Status.DONE
 
 
-@pytest.mark.covers("filters.md: CAP-6")
+@pytest.mark.covers("filters: end-policies")
 def test_end_policies():
     short, long = Words([1, 2]), Words([1, 2, 3], [1, 2, 4])
     s = stack(short, long)
@@ -131,7 +131,7 @@ def test_end_policies():
     assert s.feed(3) is True
 
 
-@pytest.mark.covers("filters.md: CAP-9")
+@pytest.mark.covers("filters: failing-filters")
 def test_a_dead_end_names_every_opinion():
     s = stack(Words([1, 2]), Words([1, 3], [1, 4]))
     s.feed(1)
@@ -172,7 +172,7 @@ def test_a_rejected_token_changes_no_filter():
     assert ids(s) == [4]
 
 
-@pytest.mark.covers("filters.md: CAP-10")
+@pytest.mark.covers("filters: sessions")
 def test_templates_are_not_touched_and_serve_many_jobs():
     template = Words([1, 2], [3, 4])
     first, second = stack(template), stack(template)
@@ -182,7 +182,7 @@ def test_templates_are_not_touched_and_serve_many_jobs():
     assert template.done == []
 
 
-@pytest.mark.covers("filters.md: CAP-11")
+@pytest.mark.covers("filters: rewind")
 def test_rewind_undoes_feeds_also_across_the_end():
     for make in (lambda: Words([0, 1, 2], [0, 3]), Duck):
         s = stack(make())
@@ -217,7 +217,7 @@ def test_stop_tokens_never_reach_a_filter_and_later_feeds_are_ignored():
     assert ids(s) == [EOS]
 
 
-@pytest.mark.covers("filters.md: CAP-7")
+@pytest.mark.covers("filters: stop-ids")
 def test_a_stop_token_before_the_end_is_rejected():
     s = stack(Duck())
     with pytest.raises(FilterRejected):
@@ -225,7 +225,7 @@ def test_a_stop_token_before_the_end_is_rejected():
     assert ids(s) == [0]
 
 
-@pytest.mark.covers("filters.md: CAP-7")
+@pytest.mark.covers("filters: stop-ids")
 def test_every_stop_id_follows_the_eos_of_a_filter_that_knows_only_one():
     class Open(Words):
         def next(self):
@@ -237,7 +237,7 @@ def test_every_stop_id_follows_the_eos_of_a_filter_that_knows_only_one():
     assert ids(s) == [1, 30, EOS]
 
 
-@pytest.mark.covers("filters.md: CAP-10")
+@pytest.mark.covers("filters: sessions")
 def test_an_untrusted_filter_serves_one_live_job():
     duck = Duck()
     first = stack(duck)
@@ -271,7 +271,7 @@ def test_unsorted_repeated_and_foreign_ids_are_put_in_order():
     assert s.feed(3) is True
 
 
-@pytest.mark.covers("filters.md: CAP-9")
+@pytest.mark.covers("filters: failing-filters")
 def test_a_failure_belongs_to_this_stack_and_stays_until_begin():
     class Failing(Words):
         def feed(self, token):
@@ -294,7 +294,7 @@ def test_a_failure_belongs_to_this_stack_and_stays_until_begin():
     assert ids(s) == [1]
 
 
-@pytest.mark.covers("filters.md: CAP-5", "filters.md: CAP-6")
+@pytest.mark.covers("filters: combination", "filters: end-policies")
 def test_prefer_eos_takes_the_end_where_it_is_offered():
     class Open(Words):
         def next(self):
@@ -309,7 +309,7 @@ def test_prefer_eos_takes_the_end_where_it_is_offered():
     assert ids(s) == [2, EOS]
 
 
-@pytest.mark.covers("filters.md: CAP-6")
+@pytest.mark.covers("filters: end-policies")
 @pytest.mark.parametrize("prefer", [True, "end"])
 def test_prefer_eos_leaves_filters_alone_that_mask_logits_themselves(prefer):
     """Such a filter may allow EOS as text; only together with one that lists ids is EOS preferred."""
@@ -333,7 +333,7 @@ def test_prefer_eos_leaves_filters_alone_that_mask_logits_themselves(prefer):
     assert ids(stack(Masking(), Open(), prefer_eos=prefer)) == [EOS]
 
 
-@pytest.mark.covers("filters.md: CAP-12")
+@pytest.mark.covers("filters: speculation")
 def test_validate_a_draft():
     s = stack(Words([1, 2, 3]), Words([1, 2, 3], [4]))
     assert s.validate([1, 2, 9]) == 2
@@ -341,7 +341,7 @@ def test_validate_a_draft():
     assert ids(s) == [1]
 
 
-@pytest.mark.covers("filters.md: CAP-13")
+@pytest.mark.covers("filters: healing")
 def test_healing_a_filter_that_ignores_its_prefix():
     vocab = Vocabulary([b"a", b"ab", b"b", b"abc", b"c", b"abx"], eos_token_id=None)
     s = FilterStack([Words([2], [4], tokenizer=vocab)], vocab_size=6, stop_ids=[])
@@ -359,7 +359,7 @@ def test_bad_arguments():
             stack(**options)
 
 
-@pytest.mark.covers("filters.md: CAP-42")
+@pytest.mark.covers("filters: numpy-alone")
 def test_importing_the_package_imports_no_torch_and_costs_little_beside_numpy():
     code = (
         "import sys; from counting import lines; numpy, ours = (lines(lambda: __import__(name)) for name in "

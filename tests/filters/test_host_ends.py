@@ -46,7 +46,7 @@ def both_end():
     return s
 
 
-@pytest.mark.covers("filters.md: CAP-11")
+@pytest.mark.covers("filters: rewind")
 def test_rewind_and_validate_restore_the_end_under_the_all_policy():
     s = both_end()
     s.validate([99])
@@ -73,7 +73,7 @@ def test_a_rejected_token_leaves_the_end_under_the_all_policy():
     assert s.ended is before
 
 
-@pytest.mark.covers("filters.md: CAP-9")
+@pytest.mark.covers("filters: failing-filters")
 def test_the_stop_id_offered_in_a_dead_end_is_accepted_and_cuts():
     s = stack(APlus(None, VOCAB), select("ab"), dead_end="eos")
     s.feed(A)
@@ -118,7 +118,7 @@ def test_a_dead_end_without_the_policy_or_a_whole_filter_takes_no_stop_id():
         assert not s.cut
 
 
-@pytest.mark.covers("filters.md: CAP-12")
+@pytest.mark.covers("filters: speculation")
 def test_a_draft_that_runs_into_a_dead_end():
     s = stack(select("ab"), select("ac"))
     assert s.validate([A, B]) == 1

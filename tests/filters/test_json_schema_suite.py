@@ -25,7 +25,7 @@ def groups(request, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-22", "filters.md: CAP-17")
+@pytest.mark.covers("filters: grammars", "filters: compile-errors")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_case_is_worse_than_the_baseline(groups, backend):
     pytest.importorskip(backend)

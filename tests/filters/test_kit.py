@@ -33,7 +33,7 @@ def test_the_plain_filter_obeys_every_law(law):
 
 # The default run has each law by one of the two.
 @pytest.mark.sampled(2)
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 class TestContractClass(FilterContract):
     make_filter = staticmethod(plain)
     language = OPTIONS
@@ -41,13 +41,13 @@ class TestContractClass(FilterContract):
     examples = 3
 
 
-@pytest.mark.covers("filters.md: CAP-32")
+@pytest.mark.covers("filters: laws")
 def test_all_laws_are_there():
     assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.covers("filters.md: CAP-35")
+@pytest.mark.covers("filters: broken-filters")
 @pytest.mark.parametrize(
     "mutant",
     # A leak is only told from a cache after many generations; the default run has LAW-36 in tests below.
@@ -106,7 +106,7 @@ def test_a_violation_that_cannot_be_reproduced_is_reported_with_its_cause():
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 def test_the_state_machine_passes_the_good_and_catches_the_bad():
     check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
     bad = {m.name: m for m in ZOO}
@@ -143,7 +143,7 @@ def test_a_token_that_leads_back_to_its_own_state_is_no_trap():
     assert report.ok, str(report)
 
 
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 def test_a_report_names_law_text_and_way():
     mutant = next(m for m in ZOO if m.name == "EndsEarly")
     report = check_filter(mutant, language=OPTIONS, laws=["25"], profile="quick")
@@ -196,7 +196,7 @@ def test_equal_seeds_give_equal_reports():
     assert reports[0] == reports[1]
 
 
-@pytest.mark.covers("filters.md: CAP-32")
+@pytest.mark.covers("filters: laws")
 def test_known_failures_are_strict(tmp_path):
     mutant = next(m for m in ZOO if m.name == "Unsorted")
     file = tmp_path / "xfail"
@@ -221,7 +221,7 @@ def test_raise_on_failure_and_bad_calls():
             check_filter(**({"factory": plain} | bad))
 
 
-@pytest.mark.covers("filters.md: CAP-33")
+@pytest.mark.covers("filters: vocabularies")
 def test_languages_know_their_prefixes():
     cases = {
         "(yes|no)[ab😀]{1,3}-?": (["", "y", "yesa", "no😀", "noaaa-", "no\udcf0"], ["x", "yesaaaa", "noa-a"]),
@@ -344,7 +344,7 @@ def test_parameters_that_are_no_json_are_rejected(capsys):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 def test_python_dash_m_and_the_pytest_option(module, tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "exl_filters", "check", f"{module}:broken", "--laws", "12"],
@@ -377,7 +377,7 @@ def test_python_dash_m_and_the_pytest_option(module, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 def test_the_decorator_in_an_authors_file(tmp_path):
     (tmp_path / "test_mine.py").write_text(
         textwrap.dedent("""

@@ -14,7 +14,7 @@ from exl_filters.lark_rules import endless_rules
 from exl_filters.testing import standard_vocabulary
 
 V = standard_vocabulary()
-pytestmark = pytest.mark.covers("filters.md: CAP-17")
+pytestmark = pytest.mark.covers("filters: compile-errors")
 
 
 @pytest.mark.parametrize(

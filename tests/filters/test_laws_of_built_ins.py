@@ -133,7 +133,7 @@ def laws_of(name):
     return filter_laws(factory, language=language, capabilities=claims, **BUDGET)
 
 
-@pytest.mark.covers("filters.md: CAP-35", "filters.md: CAP-32")
+@pytest.mark.covers("filters: broken-filters", "filters: laws")
 class TestLaws:
     """One test a filter, one item a law."""
 
@@ -151,7 +151,7 @@ for _name in GOOD:
     _add(_name)
 
 
-@pytest.mark.covers("filters.md: CAP-33")
+@pytest.mark.covers("filters: vocabularies")
 @pytest.mark.parametrize("trained", ["bpe", "unigram"])
 @pytest.mark.parametrize("name", ["select", "prefix", "pattern", "schema, canonical"])
 def test_on_trained_vocabularies(name, trained):
@@ -171,7 +171,7 @@ def test_on_trained_vocabularies(name, trained):
     )
 
 
-@pytest.mark.covers("filters.md: CAP-34")
+@pytest.mark.covers("filters: law-kit-forms")
 @pytest.mark.parametrize("name", GOOD)
 def test_long_mixed_histories(name):
     """Clones, rewinds, refusals and background work in any order, against a fresh filter that replays the journal."""

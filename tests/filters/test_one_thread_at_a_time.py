@@ -6,7 +6,7 @@ from background_cases import FILTERS, METHODS, C, Plugin, V, Watch
 from exl_filters import FilterStack
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FILTERS)
@@ -21,7 +21,7 @@ def test_no_method_meets_what_runs_in_the_background(name, method, pool):
     assert watch.inside == []
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 @pytest.mark.parametrize("method", ["next", "feed", "is_complete", "clone"])
 def test_a_filter_asked_beside_its_stack_waits_for_the_stack(method, pool):
     made = []
@@ -46,7 +46,7 @@ def test_a_filter_asked_beside_its_stack_waits_for_the_stack(method, pool):
         assert f.watch.overlaps == []
 
 
-@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.covers("filters: background")
 @pytest.mark.parametrize(
     "ask",
     [

@@ -51,7 +51,7 @@ def make(vocab, options: list[str], shout: bool = False):
 """
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_a_plugin_is_found_by_name_and_imported_on_use(site):
     distribution(site, "acme-good", {"acme": "acme_good_mod:make"}, GOOD)
     registry.refresh()
@@ -75,7 +75,7 @@ def test_a_plugin_is_found_by_name_and_imported_on_use(site):
         registry.create("acme", VOCAB, choices=["ab"])
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 @pytest.mark.parametrize(
     "source",
     [
@@ -98,7 +98,7 @@ def test_a_broken_plugin_breaks_nothing_else(site, source):
     registry.create("good", VOCAB, options=["a"])
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_name_clashes(site):
     distribution(site, "acme-one", {"same": "acme_one_mod:make", "select": "acme_one_mod:make"}, GOOD)
     distribution(site, "acme-two", {"same": "acme_one_mod:make"})
@@ -111,7 +111,7 @@ def test_name_clashes(site):
     assert registry.get("acme-one:select").__name__ == "make"
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_the_allow_list(site, monkeypatch):
     distribution(site, "acme-good", {"acme": "acme_good_mod:make"}, GOOD)
     registry.refresh()
@@ -157,7 +157,7 @@ def test_registering_in_process():
         registry.register("three", 3)  # type: ignore[call-overload]
 
 
-@pytest.mark.covers("filters.md: CAP-31")
+@pytest.mark.covers("filters: specs")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -189,7 +189,7 @@ def test_bad_specs(bad, error):
     assert type(raised.value) is error
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_command_line(site, capsys):
     distribution(site, "acme-bad", {"bad": "acme_bad_mod:make"}, "1/0")
     registry.refresh()
@@ -205,7 +205,7 @@ def test_command_line(site, capsys):
     assert main(["info", "nothing"]) == 2
 
 
-@pytest.mark.covers("filters.md: CAP-30", "filters.md: CAP-33")
+@pytest.mark.covers("filters: plugins", "filters: vocabularies")
 def test_a_plugin_brings_its_own_oracle(site, capsys):
     source = GOOD.replace("options: list[str]", "options=('ab',)") + "def language():\n    return ['ab']\n"
     distribution(site, "acme-told", {"told": "acme_told_mod:make"}, source)

@@ -47,7 +47,7 @@ def walk(draw, f, v, steps=8):
         yield text
 
 
-@pytest.mark.covers("filters.md: CAP-20")
+@pytest.mark.covers("filters: prefix-select")
 @given(st.data(), vocabularies(), st.lists(TEXTS, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_select_allows_exactly_what_keeps_an_option_reachable(data, v, options, fold, first):
     f = ExLlamaV2SelectFilter(None, v, options, fold, policy="first" if first else "longest")
@@ -98,7 +98,7 @@ def valid(raw):
     return True
 
 
-@pytest.mark.covers("filters.md: CAP-20")
+@pytest.mark.covers("filters: prefix-select")
 @given(st.data(), vocabularies(), st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
 def test_prefix_allows_exactly_what_reaches_a_prefix(data, v, strings, overshoot):
     f = ExLlamaV2PrefixFilter(None, v, strings, overshoot=overshoot)
@@ -122,7 +122,7 @@ def test_prefix_allows_exactly_what_reaches_a_prefix(data, v, strings, overshoot
         }
 
 
-@pytest.mark.covers("filters.md: CAP-13")
+@pytest.mark.covers("filters: healing")
 @given(vocabularies(), st.lists(TEXTS, min_size=1, max_size=3), TEXTS.filter(bool), st.booleans())
 def test_healing_first_tokens_start_with_the_prefix(v, options, prefix, is_select):
     kind = ExLlamaV2SelectFilter if is_select else ExLlamaV2PrefixFilter
@@ -166,7 +166,7 @@ def pieces(ids):
     return {PLAIN.piece(i) for i in ids}
 
 
-@pytest.mark.covers("filters.md: CAP-20")
+@pytest.mark.covers("filters: prefix-select")
 def test_reference_results_on_ascii():
     f = ExLlamaV2SelectFilter(None, PLAIN, ["cat", "catalog"], policy="first")
     ids, ends = f.next()
@@ -213,7 +213,7 @@ def test_a_mismatch_is_refused_and_changes_nothing():
         assert pieces(f.next()[0]) == {"a"}
 
 
-@pytest.mark.covers("filters.md: CAP-20")
+@pytest.mark.covers("filters: prefix-select")
 def test_emoji_is_reached_over_split_tokens():
     tokens: list[str | bytes] = ["😀".encode()[:2], "😀".encode()[2:], "😀!", "!"]
     v = Vocabulary([*tokens, "</s>"], eos_token_id=4, special_ids=[4])
@@ -246,7 +246,7 @@ def test_prefix_and_select_together_end_in_a_named_dead_end_or_the_option():
         assert s.allows(LETTERS.index("yes")) if ok else s.status.value == "dead"
 
 
-@pytest.mark.covers("filters.md: CAP-11")
+@pytest.mark.covers("filters: rewind")
 def test_rewind_at_random():
     f = ExLlamaV2SelectFilter(None, PLAIN, ["cat", "catalog", "yes"])
     trace = [f.next()]

@@ -45,19 +45,19 @@ def sequence(v):
     return SequenceFilter([select(v, *ONE), select(v, *TWO)])
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 @filter_laws(sequence, language=BOTH, profile="quick", examples=trials(10, 4))
 def test_laws_of_sequence(law):
     law()
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 @filter_laws(lambda v: LoggedFilter(select(v, *ONE)), language=ONE, profile="quick", examples=trials(10, 4))
 def test_laws_of_logged(law):
     law()
 
 
-@pytest.mark.covers("filters.md: CAP-21")
+@pytest.mark.covers("filters: combinators")
 @filter_laws(lambda v: LengthFilter(None, v, 0, None, 2, 5), profile="quick", examples=trials(10, 4))
 def test_laws_of_a_length_in_characters(law):
     law()
@@ -140,7 +140,7 @@ def test_a_logged_filter_tells_what_it_does(caplog):
     assert "next() allows 2 ids" in told
 
 
-@pytest.mark.covers("filters.md: CAP-31")
+@pytest.mark.covers("filters: specs")
 @pytest.mark.parametrize(
     "f",
     [
@@ -160,7 +160,7 @@ def test_filters_of_filters_are_data_too(f):
         assert again.spec() == spec
 
 
-@pytest.mark.covers("filters.md: CAP-30")
+@pytest.mark.covers("filters: plugins")
 def test_the_allow_list_holds_inside_of_specs(tmp_path, monkeypatch):
     site = tmp_path / "acme-1.dist-info"
     site.mkdir()

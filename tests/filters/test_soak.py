@@ -26,7 +26,7 @@ def soak():
     del sys.modules["soak_filters"]
 
 
-@pytest.mark.covers("filters.md: CAP-22", "filters.md: CAP-21")
+@pytest.mark.covers("filters: grammars", "filters: combinators")
 def test_no_text_leaves_its_language_and_what_is_cut_is_counted(soak):
     lines = list(soak.run(trials(570, 190), seed=1))
     assert sum(line["generations"] for line in lines) == trials(570, 190)
@@ -43,7 +43,7 @@ def test_a_violation_is_noticed(soak):
 
 
 @pytest.mark.full
-@pytest.mark.covers("filters.md: CAP-41")
+@pytest.mark.covers("filters: costs")
 def test_the_speed_bench_checks_itself_and_holds_the_bars(soak):
     """The benchmark states its targets; nothing is timed here."""
     pytest.importorskip("tokenizers")

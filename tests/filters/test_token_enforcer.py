@@ -127,7 +127,7 @@ def integration(monkeypatch):
     sys.modules.pop("lmformatenforcer.integrations.exllamav2", None)
 
 
-@pytest.mark.covers("filters.md: CAP-24")
+@pytest.mark.covers("filters: foreign-classes")
 def test_its_own_class_runs_unmodified(integration):
     rng = random.Random(4)
     pattern = "(yes|no)[0-9]{2}"

@@ -37,7 +37,7 @@ def test_trie_is_the_sorted_list_of_tokens(tokens, probe):
     assert token == -1 if not length else tokens[token] == probe[:length]
 
 
-@pytest.mark.covers("filters.md: CAP-16")
+@pytest.mark.covers("filters: packed-masks")
 @given(st.sets(st.integers(0, 299)), st.integers(1, 300))
 def test_packed_masks_against_sets(ids, size):
     kept = {i for i in ids if i < size}
@@ -55,7 +55,7 @@ def test_packed_masks_against_sets(ids, size):
     assert bits.to_ids(words) == list(range(size))
 
 
-@pytest.mark.covers("filters.md: CAP-16")
+@pytest.mark.covers("filters: packed-masks")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("width", [70, 71, 96, 160])
 def test_apply_excludes_and_keeps(dtype, width):

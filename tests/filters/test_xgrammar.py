@@ -28,7 +28,7 @@ xgrammar = pytest.importorskip("xgrammar", reason="extra `xgrammar`")
 jsonschema = pytest.importorskip("jsonschema")
 from exl_filters.grammar import ExLlamaV2GrammarFilter  # noqa: E402 - after the extra is known to be here
 
-pytestmark = [pytest.mark.covers("filters.md: CAP-25"), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.covers("filters: xgrammar"), pytest.mark.sampled(2)]
 
 PATTERN = r"(yes|no)[ab😀]{1,3}-?"
 SCHEMA = {

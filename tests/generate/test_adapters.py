@@ -31,7 +31,7 @@ SETS: list[list[ScriptedLora]] = [[], [A], [B], [A, B], [B, A]]
 PROMPT = "abcdefgh" * 6
 
 
-@pytest.mark.covers("generators.md: 58", "generators.md: 42", "core.md: lora")
+@pytest.mark.covers("generators: adapters-per-job", "generators: page-names", "core: lora")
 def test_each_job_runs_under_its_own_adapters() -> None:
     generator = make(cache_tokens=1024)
     jobs = [job(PROMPT, 12, loras=loras) for loras in SETS * 2]
@@ -76,7 +76,7 @@ def test_jobs_with_other_adapters_share_no_pass_that_depends_on_its_size(
     assert [(batch, q) for batch, q, _ in model.calls] == passes
 
 
-@pytest.mark.covers("generators.md: 26", "generators.md: 58")
+@pytest.mark.covers("generators: dynamic-warmup-reset", "generators: adapters-per-job")
 def test_a_change_of_adapters_never_finds_the_pages_of_others() -> None:
     """Regression of exllamav2's set_loras and of vllm#30931: pages made under one adapter, used under another."""
     generator = make()
@@ -87,7 +87,7 @@ def test_a_change_of_adapters_never_finds_the_pages_of_others() -> None:
         assert streamed_tokens(results) == naive(generator, ids(PROMPT)[0].tolist(), 5, loras)
 
 
-@pytest.mark.covers("generators.md: 58")
+@pytest.mark.covers("generators: adapters-per-job")
 def test_the_generators_adapters_may_change_while_jobs_run() -> None:
     generator = make(max_batch_size=2)
     prompt = ids(PROMPT)[0].tolist()
@@ -119,7 +119,7 @@ def test_what_is_no_adapter_is_refused() -> None:
             make().set_loras(wrong)
 
 
-@pytest.mark.covers("generators.md: 58")
+@pytest.mark.covers("generators: adapters-per-job")
 def test_scaled_adapters_are_different_ones() -> None:
     generator = make()
     one, other = ScriptedLora(1, 1.0), ScriptedLora(1, 0.5)
@@ -130,7 +130,7 @@ def test_scaled_adapters_are_different_ones() -> None:
 # ---- base and streaming generator ----
 
 
-@pytest.mark.covers("generators.md: 9", "generators.md: 14")
+@pytest.mark.covers("generators: adapters-one-or-list", "generators: stream-prefix-reuse")
 def test_base_and_streaming_generators_take_one_adapter_or_a_list() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=256))
     parts = (model, ScriptedCache(model, max_seq_len=256), TOKENIZER)

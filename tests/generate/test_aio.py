@@ -45,7 +45,7 @@ def play(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 250))
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_many_streams_at_once() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -57,7 +57,7 @@ def test_many_streams_at_once() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_cancel_wakes_a_consumer_in_another_task() -> None:
     async def main() -> None:
         async with make(2 * ENDLESS) as generator:
@@ -78,7 +78,7 @@ async def collect(one: ExLlamaV2DynamicJobAsync) -> list[dict[str, Any]]:
     return [result async for result in one]
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_leaving_the_loop_cancels_the_job() -> None:
     async def main() -> None:
         async with make(2 * ENDLESS) as generator:
@@ -96,7 +96,7 @@ def test_leaving_the_loop_cancels_the_job() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 @pytest.mark.parametrize("how", ["break", "return", "raise", "close unbegun", "task"])
 def test_a_job_that_nobody_reads_any_more_is_cancelled(how: str) -> None:
     """Clients hang up in every way, also before their first token."""
@@ -132,7 +132,7 @@ def test_a_job_that_nobody_reads_any_more_is_cancelled(how: str) -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 61")
+@pytest.mark.covers("generators: failing-jobs")
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
 def test_no_exception_of_user_code_ends_the_engine(error: type[BaseException]) -> None:
     """A hook that raises what is no Exception fails its own job; the others go on, and new ones are served."""
@@ -154,7 +154,7 @@ def test_no_exception_of_user_code_ends_the_engine(error: type[BaseException]) -
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
     async def main() -> None:
         generator = make(2 * ENDLESS)
@@ -169,7 +169,7 @@ def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
     """`clear_queue` drops jobs without results; a reader of one gets an end at the latest when the generator closes."""
 
@@ -186,7 +186,7 @@ def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 61", "generators.md: 62")
+@pytest.mark.covers("generators: failing-jobs", "generators: async")
 def test_a_refused_or_failing_job_disturbs_nobody() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -202,7 +202,7 @@ def test_a_refused_or_failing_job_disturbs_nobody() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_the_event_loop_and_new_jobs_do_not_wait_for_a_pass() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -226,7 +226,7 @@ def test_the_event_loop_and_new_jobs_do_not_wait_for_a_pass() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_jobs_from_several_event_loops() -> None:
     generator = make()
     texts: list[str] = []
@@ -247,7 +247,7 @@ def test_jobs_from_several_event_loops() -> None:
     play(generator.close())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_two_consumers_of_one_job_both_end() -> None:
     """Each result goes to one of them, and the end to both, also to one who comes later."""
 
@@ -263,7 +263,7 @@ def test_two_consumers_of_one_job_both_end() -> None:
     play(main())
 
 
-@pytest.mark.covers("generators.md: 61", "generators.md: 62")
+@pytest.mark.covers("generators: failing-jobs", "generators: async")
 def test_iterations_that_keep_failing_end_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that is of no job in particular is tried again, but not for ever."""
 
@@ -287,7 +287,7 @@ def test_iterations_that_keep_failing_end_all_jobs(monkeypatch: pytest.MonkeyPat
     play(main())
 
 
-@pytest.mark.covers("generators.md: 62")
+@pytest.mark.covers("generators: async")
 def test_discard_ends_a_job_without_a_result() -> None:
     async def main() -> None:
         async with make(2 * ENDLESS) as generator:

@@ -46,7 +46,7 @@ def tokens(generator: ExLlamaV2DynamicGenerator, text: str, new: int = 12) -> li
     return streamed_tokens(results)
 
 
-@pytest.mark.covers("generators.md: 41", "generators.md: 44")
+@pytest.mark.covers("generators: page-counts", "generators: page-reuse")
 def test_taking_turns_is_safe() -> None:
     """The scripted cache fails where K/V of another context is used: a page that another generator has overwritten."""
     model, cache = parts()
@@ -62,7 +62,7 @@ def test_taking_turns_is_safe() -> None:
     assert again.cached_tokens > 30, "a generator that keeps its turn keeps its pages"
 
 
-@pytest.mark.covers("generators.md: 25", "generators.md: 27")
+@pytest.mark.covers("generators: dynamic-construction", "generators: dynamic-queue")
 def test_jobs_of_another_are_a_refusal_that_leaves_nothing() -> None:
     model, cache = parts()
     first, second = on(model, cache), on(model, cache)
@@ -155,7 +155,7 @@ def test_one_that_is_held_refuses_behind_one_that_is_not() -> None:
     assert tokens(both, "the fox") == naive(both, ids("the fox")[0].tolist(), 12)
 
 
-@pytest.mark.covers("generators.md: 14")
+@pytest.mark.covers("generators: stream-prefix-reuse")
 def test_the_three_kinds_share_a_cache() -> None:
     """As scripts for exllamav2 do: whoever begins goes ahead; a stream left unfinished keeps nobody out."""
     model, cache = parts()

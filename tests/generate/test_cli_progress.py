@@ -10,7 +10,7 @@ import pytest
 
 from exl_generate.cli.models import load
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core: loading")
 
 MODEL = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 

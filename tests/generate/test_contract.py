@@ -62,7 +62,11 @@ STREAM = [
 
 
 @pytest.mark.covers(
-    "generators.md: 25", "generators.md: 29", "generators.md: 32", "generators.md: 2", "generators.md: 12"
+    "generators: dynamic-construction",
+    "generators: generate-prompts",
+    "generators: job-parameters",
+    "generators: base-arguments",
+    "generators: stream-begin",
 )
 @pytest.mark.parametrize(
     ("function", "wanted"),
@@ -84,7 +88,7 @@ def test_parameters_their_order_and_defaults(function: Any, wanted: list[tuple[s
 # ---- pages in any order ----
 
 
-@pytest.mark.covers("generators.md: 48")
+@pytest.mark.covers("generators: page-order")
 def test_the_order_of_pages_in_memory_changes_nothing() -> None:
     """Logits are bitwise identical over pages in random order, so defrag_cache has nothing to do."""
     model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
@@ -143,7 +147,7 @@ class Slow(ExLlamaV2Filter):
         return self.allowed, set()
 
 
-@pytest.mark.covers("generators.md: 79", "filters.md: CAP-8", "filters.md: CAP-5")
+@pytest.mark.covers("generators: filter-masks", "filters: background", "filters: combination")
 def test_filters_work_in_threads_to_the_same_tokens() -> None:
     odd, even = set(range(3, VOCAB, 2)), set(range(4, VOCAB, 2))
     wide = Settings(temperature=1.0, top_k=0, top_p=0)
@@ -164,7 +168,7 @@ def test_filters_work_in_threads_to_the_same_tokens() -> None:
     assert all(token % 2 for token in outputs[0][0])
 
 
-@pytest.mark.covers("generators.md: 61", "generators.md: 79")
+@pytest.mark.covers("generators: failing-jobs", "generators: filter-masks")
 def test_a_failure_in_a_thread_and_a_cancel_meanwhile_disturb_nobody() -> None:
     names: list[str] = []
     everything = set(range(3, VOCAB))
@@ -183,7 +187,7 @@ def test_a_failure_in_a_thread_and_a_cancel_meanwhile_disturb_nobody() -> None:
     check_pages(generator)
 
 
-@pytest.mark.covers("generators.md: 80")
+@pytest.mark.covers("generators: filter-ends")
 def test_prefer_eos_ends_as_soon_as_a_filter_allows_it() -> None:
     class Until(Slow):
         def clone(self, c: Any = None) -> Until:

@@ -34,14 +34,19 @@ Settings = ExLlamaV2Sampler.Settings
 # ---- results ----
 
 
-@pytest.mark.covers("generators.md: 86")
+@pytest.mark.covers("generators: scripted-model")
 def test_tokens_are_the_models_own() -> None:
     generator = make()
     results = run(generator, job("hello there, you", 20))
     assert streamed_tokens(results) == naive(generator, ids("hello there, you")[0].tolist(), 20)
 
 
-@pytest.mark.covers("generators.md: 35", "generators.md: 37", "generators.md: 38", "generators.md: 40")
+@pytest.mark.covers(
+    "generators: job-attributes",
+    "generators: job-extra-outputs",
+    "generators: result-keys",
+    "generators: result-statistics",
+)
 def test_stages_and_keys_of_a_whole_life() -> None:
     generator = make(max_chunk_size=32)
     prompt = "abcdefghij" * 7
@@ -76,7 +81,7 @@ def test_stages_and_keys_of_a_whole_life() -> None:
     assert min(last["time_enqueued"], last["time_prefill"], last["time_generate"]) >= 0
 
 
-@pytest.mark.covers("generators.md: 39", "generators.md: 86")
+@pytest.mark.covers("generators: result-ends", "generators: scripted-model")
 def test_stop_token_flushes_held_text_and_reports_itself_as_held() -> None:
     generator = make(says("hi\n", EOS, after=2))
     last = run(generator, job("ab", 10, stop_conditions=["\nuser", EOS]))[-1]
@@ -90,7 +95,7 @@ def test_stop_token_flushes_held_text_and_reports_itself_as_held() -> None:
     assert last["new_tokens"] == 4
 
 
-@pytest.mark.covers("generators.md: 39", "generators.md: 51", "generators.md: 86")
+@pytest.mark.covers("generators: result-ends", "generators: stop-strings", "generators: scripted-model")
 def test_stop_string_across_tokens_is_found_before_the_limit() -> None:
     results = run(
         make(says("hi", int(ids("x")[0, 0]), int(ids("y")[0, 0]), after=2)), job("ab", 4, stop_conditions=["xy"])
@@ -101,13 +106,13 @@ def test_stop_string_across_tokens_is_found_before_the_limit() -> None:
     assert len(streamed_tokens(results)) == last["new_tokens"] == 4
 
 
-@pytest.mark.covers("generators.md: 51")
+@pytest.mark.covers("generators: stop-strings")
 def test_a_longer_stop_string_does_not_hide_a_shorter_one() -> None:
     results = run(make(says("abcq", after=1)), job("z", 10, stop_conditions=["abcd", "bc"]))
     assert (streamed_text(results), results[-1]["eos_triggering_string"]) == ("a", "bc")
 
 
-@pytest.mark.covers("generators.md: 38")
+@pytest.mark.covers("generators: result-keys")
 def test_held_text_is_a_bare_streaming_result() -> None:
     results = run(make(says("hxqq", after=1)), job("z", 4, stop_conditions=["xylophone"]))
     streaming = [r.get("text") for r in results if r["stage"] == "streaming"]
@@ -124,7 +129,7 @@ def test_limit_inside_a_character_flushes_a_replacement() -> None:
     assert run(make(says("a😀", after=1)), job("z", 3))[-1]["full_completion"] == "a\ufffd"
 
 
-@pytest.mark.covers("generators.md: 36")
+@pytest.mark.covers("generators: job-lengths")
 def test_min_new_tokens_holds_stop_tokens_off() -> None:
     results = run(make(says(EOS, EOS, EOS, EOS, after=1)), job("z", 9, min_new_tokens=3, stop_conditions=[EOS]))
     assert results[-1]["new_tokens"] == 4
@@ -132,7 +137,7 @@ def test_min_new_tokens_holds_stop_tokens_off() -> None:
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 31, 32, 33])
-@pytest.mark.covers("generators.md: 36")
+@pytest.mark.covers("generators: job-lengths")
 def test_max_new_tokens_is_exact(new: int) -> None:
     last = run(make(), job("abc", new))[-1]
     assert (last["new_tokens"], last["eos_reason"]) == (new, "max_new_tokens")
@@ -147,7 +152,12 @@ def test_special_tokens_are_shown_only_on_request() -> None:
 # ---- pages ----
 
 
-@pytest.mark.covers("generators.md: 40", "generators.md: 44", "generators.md: 45", "generators.md: 86")
+@pytest.mark.covers(
+    "generators: result-statistics",
+    "generators: page-reuse",
+    "generators: page-head-copy",
+    "generators: scripted-model",
+)
 def test_prefix_cache_counts() -> None:
     generator = make()
     prompt = ("abcdefghijklmnop" * 5)[:70]
@@ -165,7 +175,7 @@ def test_a_warm_prompt_runs_no_prefill() -> None:
         assert len(generator.model.calls) == expected  # type: ignore[attr-defined]
 
 
-@pytest.mark.covers("generators.md: 43")
+@pytest.mark.covers("generators: page-sharing")
 def test_jobs_started_together_compute_a_common_prefix_once() -> None:
     generator = make()
     jobs = [job("abcdefgh" * 6 + tail, 2) for tail in ("a", "bb", "ccc")]
@@ -175,7 +185,7 @@ def test_jobs_started_together_compute_a_common_prefix_once() -> None:
     assert prefilled == 48 + 0 + 1 + 2
 
 
-@pytest.mark.covers("generators.md: 44", "generators.md: 46")
+@pytest.mark.covers("generators: page-reuse", "generators: page-duplicates")
 def test_generated_text_is_reused_as_a_prompt() -> None:
     generator = make()
     first = run(generator, job("hello there", 60))[-1]
@@ -186,7 +196,7 @@ def test_generated_text_is_reused_as_a_prompt() -> None:
     assert last["cached_tokens"] == len(tokens) - 1
 
 
-@pytest.mark.covers("generators.md: 44")
+@pytest.mark.covers("generators: page-reuse")
 def test_a_prefix_is_evicted_after_what_follows_it() -> None:
     generator = make(cache_tokens=96)
     run(generator, job("abcdefgh" * 8, 8))
@@ -194,7 +204,7 @@ def test_a_prefix_is_evicted_after_what_follows_it() -> None:
     assert run(generator, job("abcdefgh" * 8, 8))[-1]["cached_pages"] >= 2
 
 
-@pytest.mark.covers("generators.md: 44")
+@pytest.mark.covers("generators: page-reuse")
 def test_an_unused_reservation_evicts_nothing() -> None:
     generator = make(says(EOS, after=8), cache_tokens=160)
     run(generator, job("abcdefgh" * 8, 1))
@@ -203,7 +213,7 @@ def test_an_unused_reservation_evicts_nothing() -> None:
 
 
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
-@pytest.mark.covers("generators.md: 33")
+@pytest.mark.covers("generators: job-checks")
 def test_prompt_and_output_exactly_at_the_cache_size(over: int, fits: bool) -> None:
     """Regression tabby#380: exact page arithmetic at the limit."""
     generator = make(cache_tokens=64)
@@ -215,7 +225,7 @@ def test_prompt_and_output_exactly_at_the_cache_size(over: int, fits: bool) -> N
     assert run(generator, one)[-1]["new_tokens"] == 24 + over
 
 
-@pytest.mark.covers("generators.md: 59")
+@pytest.mark.covers("generators: unpaged")
 def test_unpaged_mode_reuses_the_last_sequence() -> None:
     generator = make(paged=False)
     for text, cached in (("abcdefgh" * 6, 0), ("abcdefgh" * 6 + "more", 48), ("abcdefzz", 6)):
@@ -227,7 +237,7 @@ def test_unpaged_mode_reuses_the_last_sequence() -> None:
 # ---- scheduling ----
 
 
-@pytest.mark.covers("generators.md: 27", "generators.md: 28")
+@pytest.mark.covers("generators: dynamic-queue", "generators: dynamic-counts")
 def test_jobs_queue_up_and_all_finish() -> None:
     generator = make(cache_tokens=128, max_batch_size=3)
     jobs = [job("abc" * (1 + i % 5), 5 + i % 11) for i in range(40)]
@@ -241,7 +251,7 @@ def test_jobs_queue_up_and_all_finish() -> None:
     assert (finished, most) == (40, 3)
 
 
-@pytest.mark.covers("generators.md: 49")
+@pytest.mark.covers("generators: prompt-chunks")
 def test_a_long_prompt_does_not_stall_running_streams() -> None:
     generator = make(max_chunk_size=16)
     stream = job("a", 30)
@@ -258,7 +268,7 @@ def test_a_long_prompt_does_not_stall_running_streams() -> None:
     assert not all(one.is_finished for one in prompts)
 
 
-@pytest.mark.covers("generators.md: 46")
+@pytest.mark.covers("generators: page-duplicates")
 def test_pages_that_two_jobs_complete_alike_become_one() -> None:
     generator = make()
     twins = [job("hello", 60) for _ in range(2)]
@@ -275,7 +285,7 @@ def test_pages_that_two_jobs_complete_alike_become_one() -> None:
 
 
 @pytest.mark.parametrize(("max_skips", "overtaken"), [(0, 0), (2, 2), (None, 5)])
-@pytest.mark.covers("generators.md: 34")
+@pytest.mark.covers("generators: job-overtaking")
 def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int | None, overtaken: int) -> None:
     generator = make(cache_tokens=96, max_batch_size=8)
     generator.enqueue(job("abc", 40))
@@ -287,7 +297,7 @@ def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int 
     assert started.index(big) == overtaken
 
 
-@pytest.mark.covers("generators.md: 34")
+@pytest.mark.covers("generators: job-overtaking")
 def test_a_waiting_prompt_costs_a_round_little_however_long_it_is() -> None:
     """It is looked at in every round: not page by page."""
     generator = make(cache_tokens=4096, model_len=4096)
@@ -304,7 +314,7 @@ def test_a_waiting_prompt_costs_a_round_little_however_long_it_is() -> None:
 # ---- generate ----
 
 
-@pytest.mark.covers("generators.md: 29", "generators.md: 60")
+@pytest.mark.covers("generators: generate-prompts", "generators: random-numbers")
 def test_prompt_i_draws_with_seed_plus_i() -> None:
     generator, wide = make(), Settings(temperature=2.0, top_k=0, top_p=0.0)
     together = generator.generate(["abc", "abc", "the"], 12, gen_settings=wide, seed=5)
@@ -315,7 +325,7 @@ def test_prompt_i_draws_with_seed_plus_i() -> None:
     assert together[0] != together[1]
 
 
-@pytest.mark.covers("generators.md: 29", "generators.md: 30")
+@pytest.mark.covers("generators: generate-prompts", "generators: generate-results")
 def test_generate_shapes() -> None:
     generator = make()
     text = generator.generate("abc", 5, gen_settings=Settings.greedy())
@@ -333,7 +343,7 @@ def test_generate_shapes() -> None:
     assert (result["identifier"], result["token_probs"].shape) == (7, (1, 1))
 
 
-@pytest.mark.covers("generators.md: 60")
+@pytest.mark.covers("generators: random-numbers")
 def test_seeds_count_up_over_the_prompts() -> None:
     generator = make()
     batch = generator.generate(["abc"] * 4, 12, seed=40)
@@ -341,7 +351,7 @@ def test_seeds_count_up_over_the_prompts() -> None:
     assert len(set(batch)) > 1
 
 
-@pytest.mark.covers("generators.md: 31")
+@pytest.mark.covers("generators: generate-isolation")
 def test_generate_leaves_other_jobs_their_results() -> None:
     generator = make()
     other = job("the", 4)
@@ -351,7 +361,7 @@ def test_generate_leaves_other_jobs_their_results() -> None:
     assert [r["stage"] for r in results] == ["started", "prefill"] * 0 + ["started"] + ["streaming"] * 4
 
 
-@pytest.mark.covers("generators.md: 31")
+@pytest.mark.covers("generators: generate-isolation")
 def test_a_refused_prompt_leaves_nothing_in_the_queue() -> None:
     generator = make()
     with pytest.raises(CapacityError):
@@ -362,7 +372,7 @@ def test_a_refused_prompt_leaves_nothing_in_the_queue() -> None:
     check_pages(generator)
 
 
-@pytest.mark.covers("generators.md: 30")
+@pytest.mark.covers("generators: generate-results")
 def test_abort_before_and_during() -> None:
     generator = make()
     event = threading.Event()
@@ -385,13 +395,13 @@ def test_abort_before_and_during() -> None:
     check_pages(generator)
 
 
-@pytest.mark.covers("generators.md: 31")
+@pytest.mark.covers("generators: generate-isolation")
 def test_generate_refuses_unknown_arguments() -> None:
     with pytest.raises(TypeError, match="temperatur"):
         make().generate("abc", 5, temperatur=1)
 
 
-@pytest.mark.covers("generators.md: 26")
+@pytest.mark.covers("generators: dynamic-warmup-reset")
 def test_warmup_leaves_a_cold_cache() -> None:
     generator = make()
     generator.warmup()
@@ -402,7 +412,7 @@ def test_warmup_leaves_a_cold_cache() -> None:
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 6])
-@pytest.mark.covers("generators.md: 27")
+@pytest.mark.covers("generators: dynamic-queue")
 def test_cancel_in_every_phase(rounds: int) -> None:
     """Queued, prefill, first token, decode: the others go on, the pages return."""
     generator = make(max_chunk_size=16, max_batch_size=2)
@@ -422,7 +432,7 @@ def test_cancel_in_every_phase(rounds: int) -> None:
     check_pages(generator)
 
 
-@pytest.mark.covers("generators.md: 27")
+@pytest.mark.covers("generators: dynamic-queue")
 def test_clear_queue_returns_everything() -> None:
     generator = make(max_batch_size=2)
     generator.enqueue([job("abc", 9) for _ in range(5)])
@@ -458,13 +468,13 @@ def test_clear_queue_returns_everything() -> None:
         (lambda: job("a", 1, gen_settings=Settings(cfg_scale=2.0)), RequestError, "go together"),
     ],
 )
-@pytest.mark.covers("generators.md: 33")
+@pytest.mark.covers("generators: job-checks")
 def test_malformed_jobs_are_refused_at_construction(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
 
 
-@pytest.mark.covers("generators.md: 33")
+@pytest.mark.covers("generators: job-checks")
 def test_enqueue_refuses_what_can_never_run() -> None:
     generator = make(model_len=64)
     with pytest.raises(CapacityError, match="limit is 64"):
@@ -488,7 +498,7 @@ def test_enqueue_refuses_what_can_never_run() -> None:
     assert run(generator, fresh)[-1]["new_tokens"] == 2
 
 
-@pytest.mark.covers("generators.md: 25")
+@pytest.mark.covers("generators: dynamic-construction")
 def test_generator_refuses_wrong_sizes() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB))
     other = ScriptedModel(ScriptedConfig(vocab_size=VOCAB + 1025))

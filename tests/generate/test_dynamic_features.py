@@ -49,7 +49,7 @@ Settings = ExLlamaV2Sampler.Settings
 # ---- banned strings ----
 
 
-@pytest.mark.covers("generators.md: 52", "generators.md: 86")
+@pytest.mark.covers("generators: banned-strings", "generators: scripted-model")
 def test_banned_string_is_rewound_and_an_alternative_found() -> None:
     wanted = ids("qabc!")[0].tolist()
     generator = make(lambda context: next((w for i, w in enumerate(wanted) if context == wanted[:i]), None))
@@ -60,7 +60,7 @@ def test_banned_string_is_rewound_and_an_alternative_found() -> None:
     assert results[-1]["new_tokens"] == len(streamed_tokens(results)) == 12
 
 
-@pytest.mark.covers("generators.md: 52")
+@pytest.mark.covers("generators: banned-strings")
 def test_banned_string_at_the_limit_is_not_emitted() -> None:
     results = run(make(says("abc", after=1)), job("z", 3, banned_strings=["bc"]))
     assert "bc" not in results[-1]["full_completion"]
@@ -99,7 +99,7 @@ class Undoing(Alternating):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Alternating, Undoing])
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
-@pytest.mark.covers("generators.md: 52", "filters.md: CAP-11")
+@pytest.mark.covers("generators: banned-strings", "filters: rewind")
 def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> None:
     rewinds, tries = 0, trials(8, 2)
     for seed in range(tries):
@@ -117,7 +117,7 @@ def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> N
 
 
 @pytest.mark.parametrize("before", range(2, 18))
-@pytest.mark.covers("generators.md: 47", "generators.md: 52")
+@pytest.mark.covers("generators: page-publication", "generators: banned-strings")
 def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:
     """exllamav2 went wrong where a banned string crosses a page (spec 3.12): here it fills one, from every place."""
     ban, prompt = "abcdefghijklmnopqrstuvwx", "z" * before
@@ -138,7 +138,7 @@ def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:
         assert streamed_tokens(run(generator, job(text, 4))) == naive(generator, tokens, 4)
 
 
-@pytest.mark.covers("generators.md: 77")
+@pytest.mark.covers("generators: empty-choice")
 def test_banning_everything_ends_the_job_with_an_error() -> None:
     generator = make()
     everything = [p if isinstance(p, str) else "\ufffd" for p in PIECES]
@@ -153,7 +153,7 @@ def test_banning_everything_ends_the_job_with_an_error() -> None:
 # ---- speculation ----
 
 
-@pytest.mark.covers("generators.md: 55", "generators.md: 40")
+@pytest.mark.covers("generators: draft-model", "generators: result-statistics")
 def test_a_perfect_draft_model_saves_four_passes_of_five() -> None:
     generator = speculate("model")
     results = run(generator, job("hello", 50))
@@ -163,7 +163,7 @@ def test_a_perfect_draft_model_saves_four_passes_of_five() -> None:
     assert sum(not pre for _, _, pre in generator.model.calls) == 10  # type: ignore[attr-defined]
 
 
-@pytest.mark.covers("generators.md: 56")
+@pytest.mark.covers("generators: ngram-drafts")
 def test_ngram_drafts_catch_repetition() -> None:
     loop = ids("abcdefgh")[0].tolist()
     generator = speculate("ngram", lambda context: loop[len(context) % 8])
@@ -175,7 +175,7 @@ def test_ngram_drafts_catch_repetition() -> None:
 
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("how", ["ngram", "model"])
-@pytest.mark.covers("generators.md: 36", "generators.md: 55", "generators.md: 56")
+@pytest.mark.covers("generators: job-lengths", "generators: draft-model", "generators: ngram-drafts")
 def test_drafting_keeps_max_new_tokens_exact(how: str, new: int) -> None:
     assert run(speculate(how), job("ab", new))[-1]["new_tokens"] == new
 
@@ -226,7 +226,7 @@ def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture
 # ---- healing, CFG, hooks ----
 
 
-@pytest.mark.covers("generators.md: 53")
+@pytest.mark.covers("generators: healing")
 def test_healing_regenerates_the_last_token() -> None:
     generator = make(lambda c: int(ids("the")[0, 0]) if len(c) == 2 else None)
     results = run(generator, job("abt", 4, token_healing=True, return_probs=True))
@@ -236,14 +236,14 @@ def test_healing_regenerates_the_last_token() -> None:
     assert (last["new_tokens"], len(streamed_tokens(results)), last["prompt_tokens"]) == (4, 5, 3)
 
 
-@pytest.mark.covers("generators.md: 53")
+@pytest.mark.covers("generators: healing")
 def test_healing_the_same_token_adds_no_text() -> None:
     generator = make(lambda c: int(ids("t")[0, 0]) if len(c) == 2 else None)
     healed = generator.generate("abt", 6, token_healing=True, gen_settings=Settings.greedy())
     assert healed == generator.generate("abt", 6, gen_settings=Settings.greedy())
 
 
-@pytest.mark.covers("generators.md: 53", "filters.md: CAP-13")
+@pytest.mark.covers("generators: healing", "filters: healing")
 def test_healing_needs_two_tokens_and_works_with_filters() -> None:
     assert run(make(), job("a", 3, token_healing=True))[-1]["prompt_tokens"] == 1
     from exl_filters import ExLlamaV2SelectFilter
@@ -263,7 +263,7 @@ def begin_alike(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("text", ["say t", "qa ", "it is\n", "a fox", "so t", "x t", "mix", "a x"])
-@pytest.mark.covers("generators.md: 53")
+@pytest.mark.covers("generators: healing")
 def test_healing_chooses_the_best_of_the_ids_that_begin_alike(text: str) -> None:
     generator = make()
     first = streamed_tokens(run(generator, job(text, 3, token_healing=True)))[0]
@@ -272,7 +272,7 @@ def test_healing_chooses_the_best_of_the_ids_that_begin_alike(text: str) -> None
 
 
 @pytest.mark.parametrize("negative", ["no t", "a", "the quick"])
-@pytest.mark.covers("generators.md: 53", "generators.md: 54")
+@pytest.mark.covers("generators: healing", "generators: cfg-pairs")
 def test_healing_a_pair_takes_the_last_token_of_both_prompts_away(negative: str) -> None:
     """As exllamav2 does (spec 3.5); one that has nothing before it cannot be healed."""
     from exl_generate.sampling import transforms
@@ -294,7 +294,7 @@ def test_prompt_plus_output_at_the_limit_with_healing() -> None:
     assert run(make(cache_tokens=64), job("a" * 40, 24, token_healing=True))[-1]["new_tokens"] == 24
 
 
-@pytest.mark.covers("generators.md: 54", "generators.md: 76")
+@pytest.mark.covers("generators: cfg-pairs", "generators: cfg-mix")
 def test_cfg_pair_against_the_definition() -> None:
     from exl_generate.sampling import transforms
 
@@ -313,7 +313,7 @@ def test_cfg_pair_against_the_definition() -> None:
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 @pytest.mark.parametrize("torn", ["the quick fox", "a"])
-@pytest.mark.covers("generators.md: 54", "generators.md: 61", "generators.md: 76")
+@pytest.mark.covers("generators: cfg-pairs", "generators: failing-jobs", "generators: cfg-mix")
 def test_a_broken_logit_of_either_prompt_ends_the_pair_alone(odd: float, torn: str, monkeypatch: Any) -> None:
     """Also where a filter would not allow that id: the mix of a pair goes over all of them."""
     from exl_filters import ExLlamaV2SelectFilter
@@ -343,7 +343,7 @@ def test_a_broken_logit_of_either_prompt_ends_the_pair_alone(odd: float, torn: s
     check_pages(generator)
 
 
-@pytest.mark.covers("generators.md: 33", "generators.md: 54")
+@pytest.mark.covers("generators: job-checks", "generators: cfg-pairs")
 def test_cfg_pair_larger_than_the_cache_is_refused() -> None:
     """exllamav2 counted only the last sequence, and such a job waited for ever."""
     generator = make(cache_tokens=64)
@@ -352,7 +352,7 @@ def test_cfg_pair_larger_than_the_cache_is_refused() -> None:
         generator.enqueue(pair)
 
 
-@pytest.mark.covers("generators.md: 83")
+@pytest.mark.covers("generators: hooks")
 def test_hooks_see_and_replace_tokens() -> None:
     seen: list[tuple[int, float]] = []
     x = int(ids("x")[0, 0])
@@ -371,7 +371,7 @@ def test_hooks_see_and_replace_tokens() -> None:
         assert tokens[2:] == naive(generator, ids("the")[0].tolist() + tokens[:2], 4)
 
 
-@pytest.mark.covers("generators.md: 83")
+@pytest.mark.covers("generators: hooks")
 def test_hooks_run_in_order_and_each_sees_what_the_one_before_made() -> None:
     seen: list[tuple[str, int]] = []
     x, y = int(ids("x")[0, 0]), int(ids("y")[0, 0])
@@ -391,7 +391,7 @@ def test_hooks_run_in_order_and_each_sees_what_the_one_before_made() -> None:
 
 
 @pytest.mark.parametrize("fed", [True, False])
-@pytest.mark.covers("generators.md: 83")
+@pytest.mark.covers("generators: hooks")
 def test_a_hook_says_whether_filters_see_the_token(fed: bool) -> None:
     """A token that no filter would allow, put in by a hook: filters that see it fail over it, others go on."""
     odd = 5
@@ -410,7 +410,7 @@ def test_a_hook_says_whether_filters_see_the_token(fed: bool) -> None:
         assert streamed_tokens(results) == [6, *[odd] * 9]
 
 
-@pytest.mark.covers("generators.md: 83")
+@pytest.mark.covers("generators: hooks")
 def test_a_hook_that_substitutes_a_stop_token_stops() -> None:
     def hook(result: Any) -> None:
         result.sampled_token = torch.tensor([[EOS]])
@@ -445,7 +445,7 @@ class AllowFilter(ExLlamaV2Filter):
         return allowed, allowed if self.at == len(self.steps) - 1 else set()
 
 
-@pytest.mark.covers("generators.md: 80", "filters.md: CAP-4")
+@pytest.mark.covers("generators: filter-ends", "filters: call-order")
 def test_filter_constrains_and_ends_the_job() -> None:
     steps = [{5, 6}, {7}, {8, 9}]
     results = run(make(), job("z", 10, filters=[AllowFilter(*steps)]))
@@ -454,7 +454,7 @@ def test_filter_constrains_and_ends_the_job() -> None:
     assert all(t in allowed for t, allowed in zip(tokens, steps, strict=True))
 
 
-@pytest.mark.covers("generators.md: 29", "filters.md: CAP-10")
+@pytest.mark.covers("generators: generate-prompts", "filters: sessions")
 def test_one_list_of_filters_serves_several_prompts() -> None:
     generator = make()
     texts = generator.generate(["ab", "cd"], 10, filters=[[AllowFilter({5}, {6})], None], completion_only=True)
@@ -469,7 +469,7 @@ def test_one_list_of_filters_serves_several_prompts() -> None:
         ([AllowFilter({5}), AllowFilter({6})], "filter_dead_end", "no token"),
     ],
 )
-@pytest.mark.covers("generators.md: 61", "filters.md: CAP-9")
+@pytest.mark.covers("generators: failing-jobs", "filters: failing-filters")
 def test_a_failing_filter_ends_its_own_job_only(filters: list[Any], reason: str, cause: str) -> None:
     alone = streamed_tokens(run(make(), job("the", 12)))
     generator = make()
@@ -483,7 +483,7 @@ def test_a_failing_filter_ends_its_own_job_only(filters: list[Any], reason: str,
     assert streamed_tokens(results[good]) == alone
 
 
-@pytest.mark.covers("generators.md: 61")
+@pytest.mark.covers("generators: failing-jobs")
 def test_a_failing_forward_ends_only_the_jobs_that_fail_alone() -> None:
     generator = make()
     poison = int(ids("!")[0, 0])

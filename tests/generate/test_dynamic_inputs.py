@@ -49,7 +49,7 @@ def generator() -> ExLlamaV2DynamicGenerator:
     ],
     ids=str,
 )
-@pytest.mark.covers("generators.md: 29", "generators.md: 33")
+@pytest.mark.covers("generators: generate-prompts", "generators: job-checks")
 def test_generate_refuses_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
     arguments = {"prompt": ["Once"] if wrong.get("gen_settings") == [3] else "Once", "max_new_tokens": 4} | wrong
     with pytest.raises(RequestError):
@@ -98,7 +98,7 @@ def test_settings_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: di
     ],
     ids=str,
 )
-@pytest.mark.covers("generators.md: 25")
+@pytest.mark.covers("generators: dynamic-construction")
 def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
     parts: dict[str, Any] = {"model": generator.model, "cache": generator.cache, "tokenizer": generator.tokenizer}
     with pytest.raises(RequestError, match=next(iter(reversed(wrong)))):
@@ -108,7 +108,7 @@ def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: 
             kind(generator.model, None, generator.tokenizer)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("generators.md: 30")
+@pytest.mark.covers("generators: generate-results")
 def test_an_abort_behind_the_last_token_takes_nothing_away(generator: ExLlamaV2DynamicGenerator) -> None:
     event = threading.Event()
 

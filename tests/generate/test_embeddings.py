@@ -38,7 +38,7 @@ def meant(generator: Any, one: ExLlamaV2DynamicJob, new: int) -> list[int]:
     return context[len(context) - new :]
 
 
-@pytest.mark.covers("generators.md: 57")
+@pytest.mark.covers("generators: embeddings")
 def test_rows_replace_the_alias() -> None:
     generator = make(cache_tokens=1024)
     one, other = picture(), picture(7, 8, 9)
@@ -55,7 +55,7 @@ def test_rows_replace_the_alias() -> None:
         assert tokens_of(results[job]) == meant(generator, job, 10)
 
 
-@pytest.mark.covers("generators.md: 57", "generators.md: 42")
+@pytest.mark.covers("generators: embeddings", "generators: page-names")
 def test_the_same_picture_under_other_ids_is_found_in_the_cache() -> None:
     generator = make()
     for values, cached in (((), 0), ((), 37), (tuple(range(101, 131)), 4), ((), 37)):
@@ -67,7 +67,7 @@ def test_the_same_picture_under_other_ids_is_found_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("how", ["ngram", "model"])
-@pytest.mark.covers("generators.md: 57")
+@pytest.mark.covers("generators: embeddings")
 def test_guesses_with_embeddings_change_nothing(how: str) -> None:
     generator = speculate(how)
     one = picture()
@@ -86,7 +86,7 @@ def test_a_prompt_that_ends_in_an_embedding_is_not_healed() -> None:
     assert tokens_of(run(generator, job)) == meant(generator, job, 4)
 
 
-@pytest.mark.covers("generators.md: 29", "generators.md: 57")
+@pytest.mark.covers("generators: generate-prompts", "generators: embeddings")
 def test_generate_takes_a_list_per_prompt() -> None:
     generator = make()
     one, other = picture(1, 2), picture(3)
@@ -123,7 +123,7 @@ def parts() -> tuple[ScriptedModel, ScriptedCache, Any]:
     return model, ScriptedCache(model, max_seq_len=256), TOKENIZER
 
 
-@pytest.mark.covers("generators.md: 4")
+@pytest.mark.covers("generators: base-embeddings")
 def test_base_generator_puts_rows_at_the_marker() -> None:
     model, cache, tokenizer = parts()
     base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
@@ -148,7 +148,7 @@ def test_base_generator_puts_rows_at_the_marker() -> None:
             base.generate_simple(prompt, GREEDY, 3, input_embeddings=rows[:1])
 
 
-@pytest.mark.covers("generators.md: 12")
+@pytest.mark.covers("generators: stream-begin")
 def test_streaming_generator_takes_embeddings() -> None:
     model, cache, tokenizer = parts()
     stream = ExLlamaV2StreamingGenerator(model, cache, tokenizer)

@@ -113,7 +113,7 @@ def play(generator: ExLlamaV2DynamicGenerator, number: int) -> tuple[list[Any], 
 
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
-@pytest.mark.covers("generators.md: 60", "generators.md: 61")
+@pytest.mark.covers("generators: random-numbers", "generators: failing-jobs")
 def test_no_token_is_lost_or_doubled(how: str) -> None:
     def new() -> ExLlamaV2DynamicGenerator:
         return make() if how == "plain" else speculate(how)
@@ -239,7 +239,7 @@ def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[d
 
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
-@pytest.mark.covers("generators.md: 47", "generators.md: 60", "generators.md: 61")
+@pytest.mark.covers("generators: page-publication", "generators: random-numbers", "generators: failing-jobs")
 def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
     """A job whose filter is interrupted ends there; all others give the text that they give undisturbed."""
 
@@ -271,7 +271,7 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
     assert len(storm.places) > places, "the storm has not been everywhere"
 
 
-@pytest.mark.covers("generators.md: 31")
+@pytest.mark.covers("generators: generate-isolation")
 def test_generate_in_a_storm_leaves_nothing_behind() -> None:
     want = make().generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
     generator, got, told = make(), 0, 0
@@ -340,7 +340,7 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.covers("generators.md: 13", "generators.md: 15")
+@pytest.mark.covers("generators: stream-results", "generators: stream-abort")
 def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
     def new() -> ExLlamaV2StreamingGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))

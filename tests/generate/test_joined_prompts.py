@@ -38,7 +38,7 @@ def expected(generator: ExLlamaV2DynamicGenerator, new: int, **kw: Any) -> list[
     return [naive(generator, ids(prompt)[0].tolist(), new, **kw) for prompt in PROMPTS]
 
 
-@pytest.mark.covers("generators.md: 49")
+@pytest.mark.covers("generators: prompt-chunks")
 def test_prompts_of_one_round_share_a_pass() -> None:
     generator = make()
     assert said(generator, [job(prompt, 5) for prompt in PROMPTS]) == expected(generator, 5)
@@ -98,7 +98,7 @@ def hooked_model(pooled: list[list[int]]) -> ExLlamaV2:
     return model
 
 
-@pytest.mark.covers("core.md: helpers")
+@pytest.mark.covers("core: helpers")
 @pytest.mark.parametrize("role", ["model", "draft"])
 def test_hooks_that_look_along_a_sequence_see_one_users_prompt(role: str) -> None:
     shapes: list[list[int]] = []
@@ -125,7 +125,7 @@ def test_hooks_that_look_along_a_sequence_see_one_users_prompt(role: str) -> Non
     assert together == [tokens(prompt)[0] for prompt in prompts]
 
 
-@pytest.mark.covers("generators.md: 43")
+@pytest.mark.covers("generators: page-sharing")
 def test_a_prompt_waits_for_what_another_computes() -> None:
     """Pages in common, a head in common, and the same prompt twice: each computed once, the rest in one pass."""
     generator = make()
@@ -135,7 +135,7 @@ def test_a_prompt_waits_for_what_another_computes() -> None:
     assert sum(passes(generator)) <= len("abcdefgh" * 4) + 2 * len("xyz") + len("hello you") + len("yes")
 
 
-@pytest.mark.covers("generators.md: 43")
+@pytest.mark.covers("generators: page-sharing")
 def test_many_prompts_with_one_beginning_look_for_it_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a beginning that is cached there is a page of every job before, and only the best of them is copied."""
     looked: list[int] = []
@@ -174,7 +174,7 @@ def test_the_page_found_begins_like_the_prompt_for_longest(heads: list[str], wan
         assert found[0].index == common.index(max(common))
 
 
-@pytest.mark.covers("generators.md: 61")
+@pytest.mark.covers("generators: failing-jobs")
 @pytest.mark.parametrize("how", ["none", "model"])
 def test_one_that_fails_fails_alone(how: str) -> None:
     generator = make() if how == "none" else speculate("model")

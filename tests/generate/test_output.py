@@ -44,7 +44,7 @@ def first_completed(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 @given(texts, patterns)
-@pytest.mark.covers("generators.md: 51")
+@pytest.mark.covers("generators: stop-strings")
 def test_automaton_finds_the_first_completed_pattern(text: str, stops: list[str]) -> None:
     automaton, state = Automaton(stops), 0
     want = first_completed(text, stops)
@@ -59,7 +59,7 @@ def test_automaton_finds_the_first_completed_pattern(text: str, stops: list[str]
 
 
 @given(st.data(), texts, patterns)
-@pytest.mark.covers("generators.md: 51")
+@pytest.mark.covers("generators: stop-strings")
 def test_stream_never_shows_part_of_a_stop_string(data: st.DataObject, text: str, stops: list[str]) -> None:
     pieces = data.draw(cut_bytes(text.encode()))
     stream = TextStream(PieceTable(pieces), Automaton(stops), Automaton([]))
@@ -86,7 +86,7 @@ def test_stream_never_shows_part_of_a_stop_string(data: st.DataObject, text: str
 
 
 @given(st.data(), texts, patterns.filter(bool))
-@pytest.mark.covers("generators.md: 52")
+@pytest.mark.covers("generators: banned-strings")
 def test_a_withdrawn_token_leaves_the_stream_as_if_it_had_never_come(
     data: st.DataObject, text: str, bans: list[str]
 ) -> None:

@@ -57,7 +57,7 @@ def fable() -> ExLlamaV2DynamicGenerator:
     return ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=2048), ExLlamaV2Tokenizer(config))
 
 
-@pytest.mark.covers("generators.md: 8", "generators.md: 11")
+@pytest.mark.covers("generators: base-stop-tokens", "generators: stream-stop-conditions")
 def test_all_ids_of_an_eos_list_stop_generation() -> None:
     """exl2#803."""
     tokenizer = ScriptedTokenizer(PIECES)
@@ -139,7 +139,7 @@ def test_a_change_of_lora_does_not_hit_pages_made_under_another() -> None:
 PHASES = ["queued", "prefill", "decode", "draft", "held", "rewind"]
 
 
-@pytest.mark.covers("generators.md: 27")
+@pytest.mark.covers("generators: dynamic-queue")
 @pytest.mark.parametrize("phase", PHASES)
 def test_cancel_in_each_phase(phase: str) -> None:
     """tabby#428, exl3#227, tabby#81: the others go on, the pages return."""
@@ -233,7 +233,7 @@ def _parts() -> tuple[Any, Any, Any]:
     return model, ScriptedCache(model, max_seq_len=256), TOKENIZER
 
 
-@pytest.mark.covers("generators.md: 17", "generators.md: 51")
+@pytest.mark.covers("generators: stream-stop-strings", "generators: stop-strings")
 def test_a_stop_string_over_token_boundaries_never_leaks() -> None:
     """vllm#3574, vllm#57052: streamed and not."""
     stop = "the end"
@@ -258,7 +258,7 @@ def test_a_stop_string_over_token_boundaries_never_leaks() -> None:
         assert text == "ab"
 
 
-@pytest.mark.covers("generators.md: 16")
+@pytest.mark.covers("generators: stream-characters")
 def test_characters_split_over_tokens_arrive_whole() -> None:
     """exl2#59: CJK, emoji."""
     raw = "日本語😀é한".encode()
@@ -306,7 +306,7 @@ def test_a_filter_that_leaves_no_token_ends_its_job_with_a_reason() -> None:
     assert results[good][-1]["new_tokens"] == 5
 
 
-@pytest.mark.covers("generators.md: 80", "generators.md: 81")
+@pytest.mark.covers("generators: filter-ends", "generators: filter-prefix")
 def test_a_select_filter_without_a_prefix_ends_with_an_option() -> None:
     """exl2 PR#354."""
     for insensitive in (False, True):
@@ -352,7 +352,7 @@ def test_a_filter_with_drafts_is_the_filter_alone(how: str, kind: Any) -> None:
     assert guessed > 20
 
 
-@pytest.mark.covers("generators.md: 78", "filters.md: CAP-3")
+@pytest.mark.covers("generators: filter-base", "filters: border-types")
 def test_a_filter_of_the_old_interface_still_runs() -> None:
     """tabby#200: no clone, no masks, no background methods; sets; tokens as tensors."""
 
@@ -398,7 +398,7 @@ def test_a_json_filter_ends_in_valid_json_or_says_it_was_cut(fable: ExLlamaV2Dyn
     assert cut >= 3
 
 
-@pytest.mark.covers("generators.md: 60")
+@pytest.mark.covers("generators: random-numbers")
 def test_random_streams_of_a_batch_are_independent() -> None:
     """exl2#186: equal prompts under different seeds do not move together."""
     flat = Settings(temperature=1.0, top_k=0, top_p=0, token_repetition_penalty=1.0)
@@ -496,7 +496,7 @@ def test_samplers_do_not_stop_early(fable: ExLlamaV2DynamicGenerator) -> None:
         assert run(fable, one)[-1]["new_tokens"] == 60
 
 
-@pytest.mark.covers("generators.md: 62", "generators.md: 55")
+@pytest.mark.covers("generators: async", "generators: draft-model")
 def test_an_async_generator_with_a_draft_model() -> None:
     """exl2#564."""
 

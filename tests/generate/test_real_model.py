@@ -67,7 +67,7 @@ def test_streamed_text_is_the_one_shot_text_and_the_tokenizers(generator: ExLlam
             assert text == b"".join(table[t] for t in streamed_tokens(results)).decode(errors="replace")
 
 
-@pytest.mark.covers("generators.md: 81")
+@pytest.mark.covers("generators: filter-prefix")
 def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
     options = ["return True", "return None", "raise ValueError"]
     filters = [ExLlamaV2SelectFilter(generator.model, generator.tokenizer, options)]
@@ -78,7 +78,7 @@ def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
     assert len(set(texts)) > 1
 
 
-@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("base", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
 def test_a_model_cut_over_devices_says_the_same(monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
     """Several prompts with a common beginning, pages shared and copied, over three logical devices and over one."""
@@ -130,7 +130,7 @@ def bundled() -> dict[str, ExLlamaV2DynamicGenerator]:
 
 
 @pytest.mark.parametrize("style", ["greedy", "default"])
-@pytest.mark.covers("generators.md: 55", "generators.md: 56")
+@pytest.mark.covers("generators: draft-model", "generators: ngram-drafts")
 def test_speculation_on_the_bundled_model_changes_nothing_but_the_number_of_passes(
     bundled: dict[str, ExLlamaV2DynamicGenerator], style: str
 ) -> None:

@@ -25,7 +25,7 @@ def reported(results: list[dict[str, Any]], key: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
 @pytest.mark.parametrize("stops", [[], ["zzqy"]], ids=["plain text", "held text"])
-@pytest.mark.covers("generators.md: 37", "generators.md: 75")
+@pytest.mark.covers("generators: job-extra-outputs", "generators: top-tokens")
 def test_probabilities_candidates_and_logits_are_those_of_each_place(how: str, stops: list[str]) -> None:
     """Each token's own, also where guesses were evaluated along with it or its text was held for a while."""
     settings = Settings(temperature=1.3, top_k=9, top_p=0.0, token_repetition_penalty=1.2)
@@ -68,7 +68,7 @@ def test_more_candidates_than_there_are_tokens_are_all_of_them(asked: int) -> No
     assert top.shape[1] >= VOCAB
 
 
-@pytest.mark.covers("generators.md: 40")
+@pytest.mark.covers("generators: result-statistics")
 def test_times_are_those_of_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that strikes once a look: every phase takes its time, and together they are the whole."""
     clock = itertools.count(100.0)
@@ -96,7 +96,7 @@ def test_times_are_those_of_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.time_last_token == moments[-1]
 
 
-@pytest.mark.covers("generators.md: 40")
+@pytest.mark.covers("generators: result-statistics")
 def test_cached_tokens_and_pages_are_those_of_the_prompt() -> None:
     generator = make()
     text = "the quick fox jumps over it " * 3
@@ -108,7 +108,7 @@ def test_cached_tokens_and_pages_are_those_of_the_prompt() -> None:
     assert first["prompt_tokens"] == again["prompt_tokens"] == length
 
 
-@pytest.mark.covers("generators.md: 40")
+@pytest.mark.covers("generators: result-statistics")
 def test_accepted_and_rejected_guesses_are_counted() -> None:
     """Of a draft model that is right in all but every third place."""
     generator = speculate("model")

@@ -224,14 +224,14 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
 @examples(400, 40)
 @given(any_settings(), st.integers(0, 2**32 - 1), st.lists(st.integers(3, 12), max_size=40))
 @pytest.mark.covers(
-    "generators.md: 65",
-    "generators.md: 66",
-    "generators.md: 67",
-    "generators.md: 68",
-    "generators.md: 69",
-    "generators.md: 70",
-    "generators.md: 71",
-    "generators.md: 73",
+    "generators: transform-order",
+    "generators: penalties",
+    "generators: logit-bias",
+    "generators: dry",
+    "generators: temperature",
+    "generators: dynamic-temperature",
+    "generators: truncation",
+    "generators: xtc",
 )
 def test_distribution_equals_the_reference(fields: dict[str, Any], seed: int, context: list[int]) -> None:
     logits = row_of(np.random.default_rng(seed).normal(0, 3, VOCAB))
@@ -287,14 +287,14 @@ def test_distribution_equals_the_reference(fields: dict[str, Any], seed: int, co
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-@pytest.mark.covers("generators.md: 63")
+@pytest.mark.covers("generators: settings-fields")
 def test_every_setting_changes_the_distribution(fields: dict[str, Any], also: dict[str, Any]) -> None:
     plain = dense(make_sampler(**also), spread(), CONTEXT)
     changed = dense(make_sampler(**also, **fields), spread(), CONTEXT)
     assert np.abs(plain - changed).max() > 1e-4
 
 
-@pytest.mark.covers("generators.md: 74")
+@pytest.mark.covers("generators: draw")
 def test_skew_and_eta_change_the_draw() -> None:
     def tokens(**fields: Any) -> list[int]:
         sampler = make_sampler(**fields)
@@ -311,7 +311,7 @@ def p(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-@pytest.mark.covers("generators.md: 66", "generators.md: 86")
+@pytest.mark.covers("generators: penalties", "generators: scripted-model")
 def test_golden_penalties() -> None:
     def run(logit: float, **kw: Any) -> list[float]:
         row = np.full(32, logit, dtype=np.float32)
@@ -323,7 +323,7 @@ def test_golden_penalties() -> None:
     assert run(0, presence=1, sustain=3, decay=0) == pytest.approx([-1, -1, -1, 0, 0, 0])
 
 
-@pytest.mark.covers("generators.md: 71", "generators.md: 72", "generators.md: 86")
+@pytest.mark.covers("generators: truncation", "generators: mirostat", "generators: scripted-model")
 def test_golden_cuts() -> None:
     assert transforms.top_p(p(0.4, 0.3, 0.2, 0.1), 0.8) == 3
     assert transforms.top_p(p(0.5, 0.3, 0.15, 0.05), 0.6) == 2
@@ -335,7 +335,7 @@ def test_golden_cuts() -> None:
     assert transforms.mirostat_cut(p(0.5, 0.3, 0.1, 0.06, 0.04), 3) == 2
 
 
-@pytest.mark.covers("generators.md: 70", "generators.md: 73", "generators.md: 86")
+@pytest.mark.covers("generators: dynamic-temperature", "generators: xtc", "generators: scripted-model")
 def test_golden_warps() -> None:
     assert transforms.dynamic_temperature(p(0.6, 0.4), 0.5, 1.5, 1) == pytest.approx([0.5685, 0.4315], abs=5e-5)
     assert transforms.xtc(p(0.5, 0.3, 0.15, 0.05), 0.5, 0.1) == pytest.approx([0.25, 0.15, 0.45, 0.15])
@@ -343,7 +343,7 @@ def test_golden_warps() -> None:
 
 
 @pytest.mark.parametrize(("repeat", "expected"), [(1, 0), (2, -1), (3, -1.75), (4, -3.0625)])
-@pytest.mark.covers("generators.md: 68", "generators.md: 86")
+@pytest.mark.covers("generators: dry", "generators: scripted-model")
 def test_golden_dry(repeat: int, expected: float) -> None:
     phrase = list(range(3, 3 + repeat))
     row = np.zeros(64, dtype=np.float32)
@@ -352,7 +352,7 @@ def test_golden_dry(repeat: int, expected: float) -> None:
     assert np.count_nonzero(row) == int(expected != 0)
 
 
-@pytest.mark.covers("generators.md: 68")
+@pytest.mark.covers("generators: dry")
 def test_dry_does_not_let_go_of_long_loops() -> None:
     def loss(repeat: int) -> float:
         row = np.zeros(64, dtype=np.float32)
@@ -377,7 +377,7 @@ def test_top_k_orders_like_a_stable_sort(seed: int, k: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 6, "temperature": 1.3}, {"min_p": 0.05}, {"xtc_probability": 0.7}])
-@pytest.mark.covers("generators.md: 74")
+@pytest.mark.covers("generators: draw")
 def test_counted_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
     """Chi-square over many draws with a fixed seed, tokens expected less than 8 times pooled."""
     sampler, draws = make_sampler(seed=20, **fields), trials(20_000, 4_000)
@@ -394,7 +394,7 @@ def test_counted_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
     assert chi < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.covers("generators.md: 60")
+@pytest.mark.covers("generators: random-numbers")
 def test_random_numbers_are_uniform_and_streams_unrelated() -> None:
     a = np.array([RequestRandom(1).uniform(i) for i in range(4000)])
     b = np.array([RequestRandom(2).uniform(i) for i in range(4000)])
@@ -410,7 +410,7 @@ def test_random_numbers_are_uniform_and_streams_unrelated() -> None:
     assert RequestRandom(-5).uniform(0) != RequestRandom(5).uniform(0) != RequestRandom(2**80).uniform(0)
 
 
-@pytest.mark.covers("generators.md: 74")
+@pytest.mark.covers("generators: draw")
 def test_a_draw_reaches_the_whole_mass() -> None:
     weights = p(0.5, 0.3, 0.2, 0.0)
     assert transforms.draw(weights, 0.0) == 0
@@ -419,7 +419,7 @@ def test_a_draw_reaches_the_whole_mass() -> None:
 
 @given(any_settings(), st.integers(0, 1000), st.integers(0, 50))
 @examples(100, 10)
-@pytest.mark.covers("generators.md: 75")
+@pytest.mark.covers("generators: top-tokens")
 def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: int, top_n: int) -> None:
     sampler = make_sampler(**fields)
     plain = sampler.sample(spread(), CONTEXT, 0)
@@ -430,7 +430,7 @@ def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: i
 
 
 @pytest.mark.parametrize("size", [1, 31, 33, 151, 40_001])
-@pytest.mark.covers("generators.md: 67")
+@pytest.mark.covers("generators: logit-bias")
 def test_padding_is_never_sampled_at_any_vocabulary_size(size: int) -> None:
     """Regression exl2#778: odd vocabulary sizes."""
     tokenizer = ScriptedTokenizer([], ScriptedConfig(vocab_size=size))
@@ -449,7 +449,7 @@ def words(*ids: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-@pytest.mark.covers("generators.md: 67")
+@pytest.mark.covers("generators: logit-bias")
 def test_mask_prefix_blocked_and_discouraged() -> None:
     sampler = make_sampler()
     support = lambda c: set(np.flatnonzero(dense(sampler, spread(), CONTEXT, constraint=c)).tolist())  # noqa: E731
@@ -461,7 +461,7 @@ def test_mask_prefix_blocked_and_discouraged() -> None:
     assert 4 not in support(Constraint(discouraged=(4,)))
 
 
-@pytest.mark.covers("generators.md: 77")
+@pytest.mark.covers("generators: empty-choice")
 def test_nothing_left_is_reported() -> None:
     with pytest.raises(NoCandidatesError, match="2 blocked tokens"):
         make_sampler().sample(spread(), CONTEXT, 0, Constraint(mask=words(4, 6), blocked=(4, 6)))
@@ -470,7 +470,7 @@ def test_nothing_left_is_reported() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "temperature_last": True}])
-@pytest.mark.covers("generators.md: 69")
+@pytest.mark.covers("generators: temperature")
 def test_greedy_is_the_first_maximum(fields: dict[str, Any]) -> None:
     row = spread()
     row[[11, 30]] = 50.0
@@ -478,7 +478,7 @@ def test_greedy_is_the_first_maximum(fields: dict[str, Any]) -> None:
     assert (chosen.token, chosen.probability) == (11, 1.0)
 
 
-@pytest.mark.covers("generators.md: 63", "generators.md: 64")
+@pytest.mark.covers("generators: settings-fields", "generators: settings-methods")
 def test_settings_defaults_and_greedy() -> None:
     s = Settings()
     assert (s.token_repetition_penalty, s.token_repetition_range, s.temperature, s.top_k, s.top_p) == (
@@ -510,13 +510,13 @@ def test_settings_defaults_and_greedy() -> None:
         {"cfg_scale": math.inf},
     ],
 )
-@pytest.mark.covers("generators.md: 63")
+@pytest.mark.covers("generators: settings-fields")
 def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         make_sampler(**fields)
 
 
-@pytest.mark.covers("generators.md: 76")
+@pytest.mark.covers("generators: cfg-mix")
 def test_cfg_mixes_log_probabilities() -> None:
     def mixed(scale: float) -> np.ndarray:
         return np.exp(transforms.cfg_mix(spread(1), spread(2), scale).astype(np.float64))
@@ -531,7 +531,7 @@ def test_cfg_mixes_log_probabilities() -> None:
     assert plain != [sampler.sample(spread(1), CONTEXT, i, negative=spread(2)).token for i in range(50)]
 
 
-@pytest.mark.covers("generators.md: 64", "generators.md: 67")
+@pytest.mark.covers("generators: settings-methods", "generators: logit-bias")
 def test_bias_helpers() -> None:
     s = Settings(**NEUTRAL)
     s.allow_tokens(TOKENIZER, [4, "w7"])
@@ -547,7 +547,7 @@ def test_bias_helpers() -> None:
         s.disallow_tokens(TOKENIZER, [VOCAB])
 
 
-@pytest.mark.covers("generators.md: 72")
+@pytest.mark.covers("generators: mirostat")
 def test_mirostat_cuts_by_what_it_has_learnt() -> None:
     """Each place's candidates against the definition with a mu of our own: mu += eta * (tau + log2 p)."""
     tau, eta = 2.5, 0.6
@@ -564,7 +564,7 @@ def test_mirostat_cuts_by_what_it_has_learnt() -> None:
     assert len(seen) > 3, "mu has to matter for this to mean something"
 
 
-@pytest.mark.covers("generators.md: 72")
+@pytest.mark.covers("generators: mirostat")
 def test_mirostat_state_belongs_to_the_request_and_rewinds() -> None:
     shared = Settings(**NEUTRAL, mirostat=True, mirostat_tau=2.0, mirostat_eta=0.5)
     one, two = (RequestSampler(shared, Vocabulary.of(TOKENIZER), 9) for _ in range(2))

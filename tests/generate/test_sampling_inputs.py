@@ -65,7 +65,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.covers("generators.md: 63")
+@pytest.mark.covers("generators: settings-fields")
 @pytest.mark.parametrize("name", NUMBERS + COUNTS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", True, 1j, [1.0]], ids=str)
 def test_the_error_names_a_setting_that_is_no_number(name: str, value: Any) -> None:
@@ -78,7 +78,7 @@ def sparse(ids: Any, *, values: Any = None, dtype: torch.dtype = torch.int32, re
     return SparseBias(torch.tensor(ids, dtype=dtype), torch.zeros(len(ids)) if values is None else values, rest)
 
 
-@pytest.mark.covers("generators.md: 63")
+@pytest.mark.covers("generators: settings-fields")
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -149,7 +149,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     sampler(top_k=10**30, token_repetition_range=10**30, dry_range=10**30, dry_multiplier=1.0)
 
 
-@pytest.mark.covers("generators.md: 67")
+@pytest.mark.covers("generators: logit-bias")
 def test_a_bias_must_reach_every_id_and_may_reach_further() -> None:
     bias = torch.zeros(12, dtype=torch.float64)
     bias[5:] = -math.inf
@@ -186,7 +186,7 @@ def test_a_job_s_bias_is_its_own() -> None:
         assert isinstance(Settings(token_bias=SparseBias.of({3: 2.5})).clone().token_bias, SparseBias)
 
 
-@pytest.mark.covers("generators.md: 60")
+@pytest.mark.covers("generators: random-numbers")
 def test_seeds_of_any_size_are_taken_and_others_refused() -> None:
     numbers = {RequestRandom(seed).uniform(0) for seed in (0, 2**70, 2**70 + 1, -(2**70), 10**5000, 10**5000 + 1)}
     assert len(numbers) == 6
@@ -196,7 +196,7 @@ def test_seeds_of_any_size_are_taken_and_others_refused() -> None:
             RequestRandom(seed)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("generators.md: 68")
+@pytest.mark.covers("generators: dry")
 def test_dry_breakers_given_as_text_stop_a_repeat() -> None:
     def penalised(breakers: Any, *text: str) -> bool:
         context = np.array([ID[piece] for piece in text], dtype=np.int64)
@@ -226,7 +226,7 @@ def draw(settings: Any, logits: torch.Tensor | None = None, random: float = 0.3,
     return ExLlamaV2Sampler.sample(row() if logits is None else logits, settings, ids, random, TOKENIZER, **more)
 
 
-@pytest.mark.covers("generators.md: 63", "generators.md: 75")
+@pytest.mark.covers("generators: settings-fields", "generators: top-tokens")
 def test_static_sample_returns_the_five_values() -> None:
     logits = row()
     kept = logits.clone()
@@ -242,7 +242,7 @@ def test_static_sample_returns_the_five_values() -> None:
     assert plain[1].device.type == plain[2].device.type == "meta"
 
 
-@pytest.mark.covers("generators.md: 67")
+@pytest.mark.covers("generators: logit-bias")
 def test_static_sample_counts_every_constraint() -> None:
     every = {
         int(draw(Settings(**NEUTRAL), random=r / 50, prefix_token=torch.tensor([[ID["a"]]]))[0]) for r in range(50)
@@ -259,7 +259,7 @@ def test_static_sample_counts_every_constraint() -> None:
         draw(greedy, random=1.0)
 
 
-@pytest.mark.covers("generators.md: 67")
+@pytest.mark.covers("generators: logit-bias")
 def test_static_sample_obeys_filters() -> None:
     filter_ = ExLlamaV2SelectFilter(None, TOKENIZER, ["ab", "c"])
     filter_.begin("")
@@ -267,7 +267,7 @@ def test_static_sample_obeys_filters() -> None:
     assert seen == {ID["a"], ID["ab"], ID["c"]}
 
 
-@pytest.mark.covers("generators.md: 72", "generators.md: 76")
+@pytest.mark.covers("generators: mirostat", "generators: cfg-mix")
 def test_static_sample_of_a_batch_and_of_a_pair() -> None:
     two = torch.cat([row(1), row(2)])
     settings = Settings(**NEUTRAL, mirostat=True, mirostat_tau=3.0)
@@ -281,7 +281,7 @@ def test_static_sample_of_a_batch_and_of_a_pair() -> None:
     assert torch.equal(mixed[0], draw(Settings(**NEUTRAL), two[:1])[0])
 
 
-@pytest.mark.covers("generators.md: 68", "generators.md: 73")
+@pytest.mark.covers("generators: dry", "generators: xtc")
 def test_default_sets_and_dry_by_hand() -> None:
     assert ExLlamaV2Sampler.get_dry_default_sequence_breaker_tokens(TOKENIZER) == {
         0,

@@ -25,7 +25,7 @@ def finish(generator: Any, jobs: list[Any], limit: int = 3000) -> dict[Any, list
     raise AssertionError("the queue does not move")
 
 
-@pytest.mark.covers("generators.md: 50")
+@pytest.mark.covers("generators: page-reservations")
 @pytest.mark.parametrize("share", [1, 5, 16, 40])
 def test_jobs_take_turns_and_say_what_they_would_have_said(share: int) -> None:
     generator = make(cache_tokens=128, max_batch_size=4)
@@ -44,7 +44,7 @@ def test_jobs_take_turns_and_say_what_they_would_have_said(share: int) -> None:
         assert (mine[-1]["new_tokens"], mine[-1]["prompt_tokens"]) == (60, len(text))
 
 
-@pytest.mark.covers("generators.md: 50")
+@pytest.mark.covers("generators: page-reservations")
 def test_a_short_reservation_lets_more_jobs_run_at_once() -> None:
     counts = []
     for share in (None, 8):

@@ -45,7 +45,7 @@ def spelling(text: str, after: int, end: int | None = None) -> Any:
 # ---- base ----
 
 
-@pytest.mark.covers("generators.md: 1", "generators.md: 2", "generators.md: 3")
+@pytest.mark.covers("generators: base-construction", "generators: base-arguments", "generators: base-unequal-prompts")
 def test_simple_generation_equals_the_dynamic_generators() -> None:
     base, dynamic = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2DynamicGenerator(*parts())
     assert not base.full()
@@ -115,7 +115,7 @@ def test_other_numbers_are_numbers() -> None:
         assert int(stream.stream_ex(ban_tokens=bans)["chunk_token_ids"][0, 0]) != int(token[0])
 
 
-@pytest.mark.covers("generators.md: 8")
+@pytest.mark.covers("generators: base-stop-tokens")
 def test_stop_token_rules() -> None:
     for stop, text in ((-1, "hi"), (None, "hi"), (TOKENIZER.single_id("i"), "h")):
         base = ExLlamaV2BaseGenerator(*parts(spelling("hi", 1, EOS)))
@@ -124,7 +124,7 @@ def test_stop_token_rules() -> None:
         assert (len(got) > 2) == (stop is None)
 
 
-@pytest.mark.covers("generators.md: 5")
+@pytest.mark.covers("generators: base-left-cut")
 def test_truncation_is_reported() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     with pytest.warns(UserWarning, match="cut on the left"):
@@ -136,7 +136,7 @@ def test_truncation_is_reported() -> None:
         base.generate_simple("ab", GREEDY, 200)
 
 
-@pytest.mark.covers("generators.md: 6")
+@pytest.mark.covers("generators: base-healing")
 def test_healing_counts_as_one_token() -> None:
     """The healed one is sampled in the place of the prompt's last; of its text the prompt shows the beginning."""
     base = ExLlamaV2BaseGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
@@ -152,7 +152,7 @@ def test_healing_counts_as_one_token() -> None:
     assert base.generate_simple(["at", "at"], GREEDY, 3, token_healing=True, completion_only=True) == [rest, rest]
 
 
-@pytest.mark.covers("generators.md: 2", "filters.md: CAP-14")
+@pytest.mark.covers("generators: base-arguments", "filters: cfg-pairs")
 def test_filters_for_one_and_for_many_prompts() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     choose = [ExLlamaV2SelectFilter(None, TOKENIZER, ["cat", "dog"])]
@@ -165,7 +165,7 @@ def test_filters_for_one_and_for_many_prompts() -> None:
         base.generate_simple(["a", "b", "c"], GREEDY, 9, filters=[choose, None])
 
 
-@pytest.mark.covers("generators.md: 7")
+@pytest.mark.covers("generators: base-abort")
 def test_abort_before_and_during_generation() -> None:
     event = threading.Event()
     base = ExLlamaV2BaseGenerator(*parts(lambda c: event.set() if len(c) > 9 else None))
@@ -174,7 +174,7 @@ def test_abort_before_and_during_generation() -> None:
     assert base.generate_simple(["abc"], GREEDY, 100, abort_event=event) == [""], "an event set before the call counts"
 
 
-@pytest.mark.covers("generators.md: 2")
+@pytest.mark.covers("generators: base-arguments")
 def test_base_refusals() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     with pytest.raises(RequestError, match="loras holds a object"):
@@ -213,7 +213,7 @@ def ids_of(results: list[dict[str, Any]]) -> list[int]:
     return [int(i) for r in results for i in r["chunk_token_ids"][0]]
 
 
-@pytest.mark.covers("generators.md: 12", "generators.md: 13")
+@pytest.mark.covers("generators: stream-begin", "generators: stream-results")
 def test_one_call_one_token() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     results = stream(generator, "hello", 12, return_probabilities=True, return_top_tokens=2, return_logits=True)
@@ -243,7 +243,12 @@ def test_making_a_generator_does_not_compute_the_content_digest() -> None:
 
 
 @pytest.mark.parametrize("how", ["model", "ngram"])
-@pytest.mark.covers("generators.md: 10", "generators.md: 22", "generators.md: 23", "generators.md: 24")
+@pytest.mark.covers(
+    "generators: stream-construction",
+    "generators: stream-draft-model",
+    "generators: stream-ngrams",
+    "generators: stream-draft-statistics",
+)
 def test_speculation_saves_passes_not_calls(how: str) -> None:
     script = lambda c: TOKENIZER.single_id("abcd"[len(c) % 4])  # noqa: E731
     model, cache, tokenizer = parts(script)
@@ -264,7 +269,7 @@ def test_speculation_saves_passes_not_calls(how: str) -> None:
     assert generator.get_sd_stats() == (0.0, 0.0, 0, 0, 0)
 
 
-@pytest.mark.covers("generators.md: 22")
+@pytest.mark.covers("generators: stream-draft-model")
 def test_a_draft_threshold_stops_unlikely_guesses() -> None:
     model, cache, tokenizer = parts()
     draft = ScriptedModel(model.config)
@@ -274,7 +279,7 @@ def test_a_draft_threshold_stops_unlikely_guesses() -> None:
     assert generator.total_draft_tokens == 0
 
 
-@pytest.mark.covers("generators.md: 23")
+@pytest.mark.covers("generators: stream-ngrams")
 def test_preloaded_ngrams_are_consulted() -> None:
     model, cache, tokenizer = parts(lambda c: TOKENIZER.single_id("abcdefgh"[len(c) % 8]))
     generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
@@ -293,7 +298,7 @@ def test_preloaded_ngrams_are_tokens_of_the_model(bad: int) -> None:
     assert generator.ngram_preloaded is None
 
 
-@pytest.mark.covers("generators.md: 11", "generators.md: 17")
+@pytest.mark.covers("generators: stream-stop-conditions", "generators: stream-stop-strings")
 def test_stop_conditions_replace_eos() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("hi yo", 1, EOS)))
     results = stream(generator, "z")
@@ -309,7 +314,7 @@ def test_stop_conditions_replace_eos() -> None:
             generator.set_stop_conditions(wrong)
 
 
-@pytest.mark.covers("generators.md: 18")
+@pytest.mark.covers("generators: stream-banned-strings")
 def test_banned_strings_report_what_was_suppressed() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad", 1)))
     results = stream(generator, "z", 9, banned_strings=["BAD"])
@@ -317,7 +322,7 @@ def test_banned_strings_report_what_was_suppressed() -> None:
     assert "bad" not in "".join(r["chunk"] for r in results)
 
 
-@pytest.mark.covers("generators.md: 12", "generators.md: 18")
+@pytest.mark.covers("generators: stream-begin", "generators: stream-banned-strings")
 @pytest.mark.parametrize("healing", [False, True])
 def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
     """Held text and text taken back: a call without a token has tensors of none, and the older form all its values."""
@@ -346,7 +351,7 @@ def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
             break
 
 
-@pytest.mark.covers("generators.md: 19")
+@pytest.mark.covers("generators: stream-ban-tokens")
 def test_tokens_banned_for_one_call() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))
     generator.begin_stream_ex(TOKENIZER.encode("z"), GREEDY)
@@ -356,7 +361,7 @@ def test_tokens_banned_for_one_call() -> None:
     assert bans == [TOKENIZER.single_id("a")]
 
 
-@pytest.mark.covers("generators.md: 20")
+@pytest.mark.covers("generators: stream-healing")
 def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
     generator.begin_stream_ex(TOKENIZER.encode("at"), GREEDY, token_healing=True)
@@ -365,7 +370,7 @@ def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     assert first["chunk_token_ids"].shape == (1, 1)
 
 
-@pytest.mark.covers("generators.md: 12")
+@pytest.mark.covers("generators: stream-begin")
 def test_position_offsets_say_what_the_mask_says_or_are_refused() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     ids, settings = torch.tensor([[3, 4, 5], [0, 3, 4]]), Settings(cfg_scale=1.5)
@@ -378,7 +383,7 @@ def test_position_offsets_say_what_the_mask_says_or_are_refused() -> None:
         generator.begin_stream_ex(ids[:1], Settings(), position_offsets=torch.tensor([-1]))
 
 
-@pytest.mark.covers("generators.md: 20")
+@pytest.mark.covers("generators: stream-healing")
 def test_the_healed_token_stays_hidden_when_its_text_was_held() -> None:
     the, x, y = (TOKENIZER.single_id(piece) for piece in ("the", "x", "y"))
     generator = ExLlamaV2StreamingGenerator(*parts(lambda c: {1: the, 2: x, 3: y}.get(len(c))))
@@ -394,7 +399,7 @@ def test_the_healed_token_stays_hidden_when_its_text_was_held() -> None:
     assert (last["chunk"], last["eos"], last["chunk_token_ids"].tolist()) == ("", True, [[]])
 
 
-@pytest.mark.covers("generators.md: 1")
+@pytest.mark.covers("generators: base-construction")
 def test_the_stream_ends_where_the_model_is_full() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     generator.set_stop_conditions([])
@@ -405,7 +410,7 @@ def test_the_stream_ends_where_the_model_is_full() -> None:
         generator.begin_stream_ex(TOKENIZER.encode("a" * 200), GREEDY)
 
 
-@pytest.mark.covers("generators.md: 14")
+@pytest.mark.covers("generators: stream-prefix-reuse")
 def test_a_common_beginning_is_not_computed_again() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(tokens=200))
     stream(generator, "abcdefgh" * 10, 5)
@@ -414,7 +419,7 @@ def test_a_common_beginning_is_not_computed_again() -> None:
     assert sum(q for _, q, pre in generator.model.calls if pre) <= 4  # type: ignore[attr-defined]
 
 
-@pytest.mark.covers("generators.md: 15")
+@pytest.mark.covers("generators: stream-abort")
 def test_abort_in_prefill_leaves_a_usable_generator() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     event = threading.Event()
@@ -424,7 +429,7 @@ def test_abort_in_prefill_leaves_a_usable_generator() -> None:
     assert ids_of(stream(generator, "hello", 5)) == naive(generator.model, "hello", 5)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("generators.md: 12", "generators.md: 13", "generators.md: 21")
+@pytest.mark.covers("generators: stream-begin", "generators: stream-results", "generators: stream-cfg")
 def test_cfg_rows_and_legacy_calls() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     pair = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])

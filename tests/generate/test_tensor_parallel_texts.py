@@ -22,7 +22,7 @@ from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlama
 from exl_generate.bundled import default_model_dir
 from exl_generate.testing import drain
 
-pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+pytestmark = pytest.mark.covers("core: tensor-parallel")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from exl_generate.testing import ScriptedTokenizer, check_pages, drain, streamed
 pytest.importorskip("transformers")
 from vision_models import END, FAMILIES, QWEN, START, VOCAB, Pair, make_pair, picture
 
-pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57"), pytest.mark.sampled(5)]
+pytestmark = [pytest.mark.covers("generators: embeddings-mrope", "generators: embeddings"), pytest.mark.sampled(5)]
 
 PAGE = 16
 GREEDY = ExLlamaV2Sampler.Settings.greedy()
@@ -95,7 +95,7 @@ def test_in_any_company(pair: Pair, chunk: int, how: str) -> None:
             assert streamed_tokens(results[job]) == meant(pair, job, 12)
 
 
-@pytest.mark.covers("generators.md: 57")
+@pytest.mark.covers("generators: embeddings")
 def test_guesses_are_never_rows_of_pictures(pair: Pair) -> None:
     """The text before a picture is repeated, by the prompt or the model: the n-gram guess must not be the picture."""
     one = see(pair, 60, 24, seed=1)

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.covers("filters.md: CAP-42")
+@pytest.mark.covers("filters: numpy-alone")
 def test_alone_it_brings_numpy_and_nothing_of_torch(wheel: Path, tmp_path: Path) -> None:
     python = clean.environment(tmp_path / "env")
     clean.install(python, wheel, "exl-filters")
@@ -41,7 +41,7 @@ def test_alone_it_brings_numpy_and_nothing_of_torch(wheel: Path, tmp_path: Path)
     clean.run(str(python), "-c", source)
 
 
-@pytest.mark.covers("filters.md: CAP-42", "filters.md: CAP-35")
+@pytest.mark.covers("filters: numpy-alone", "filters: broken-filters")
 @pytest.mark.parametrize("extras", ["testing", "testing,grammar"])
 def test_its_own_tests_pass(wheel: Path, tmp_path: Path, extras: str) -> None:
     """Tests of what is not installed are skipped here, and here only: the development environment has everything."""

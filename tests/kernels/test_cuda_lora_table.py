@@ -18,7 +18,7 @@ from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.norm import rms_norm
 from exl_kernels.selection import LIMITS
 
-pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core: lora")]
 
 DEVICE = torch.device("cuda", 0)
 

@@ -195,16 +195,16 @@ cases = st.builds(
 
 
 @pytest.mark.covers(
-    "generators.md: 42",
-    "generators.md: 54",
-    "generators.md: 55",
-    "generators.md: 56",
-    "generators.md: 57",
-    "generators.md: 58",
-    "generators.md: 60",
-    "filters.md: CAP-11",
-    "filters.md: CAP-12",
-    "filters.md: CAP-14",
+    "generators: page-names",
+    "generators: cfg-pairs",
+    "generators: draft-model",
+    "generators: ngram-drafts",
+    "generators: embeddings",
+    "generators: adapters-per-job",
+    "generators: random-numbers",
+    "filters: rewind",
+    "filters: speculation",
+    "filters: cfg-pairs",
 )
 @pytest.mark.parametrize("pair", PAIRS, ids=["+".join(pair) for pair in PAIRS])
 @examples(4, 1)

@@ -267,17 +267,17 @@ def alone(ask: Ask) -> dict[str, Any]:
     False,
 )
 @pytest.mark.covers(
-    "generators.md: 37",
-    "generators.md: 42",
-    "generators.md: 43",
-    "generators.md: 45",
-    "generators.md: 46",
-    "generators.md: 47",
-    "generators.md: 54",
-    "generators.md: 55",
-    "generators.md: 56",
-    "generators.md: 60",
-    "generators.md: 86",
+    "generators: job-extra-outputs",
+    "generators: page-names",
+    "generators: page-sharing",
+    "generators: page-head-copy",
+    "generators: page-duplicates",
+    "generators: page-publication",
+    "generators: cfg-pairs",
+    "generators: draft-model",
+    "generators: ngram-drafts",
+    "generators: random-numbers",
+    "generators: scripted-model",
 )
 def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: list[Ask], warm: bool) -> None:
     """Tokens, text, probabilities and logits, bitwise, whatever the page size, chunk size, batch, company and cache
@@ -291,7 +291,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
 
 @examples(150, 4)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
-@pytest.mark.covers("generators.md: 61")
+@pytest.mark.covers("generators: failing-jobs")
 def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
     results = play(shape.generator(), [*good, *bad])
     for ask, mine in zip(good, results, strict=False):
@@ -303,7 +303,7 @@ def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask]
 
 @examples(150, 6)
 @given(shapes, asks())
-@pytest.mark.covers("generators.md: 51", "generators.md: 52")
+@pytest.mark.covers("generators: stop-strings", "generators: banned-strings")
 def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
     results = play(shape.generator(), [ask])[0]
     text, last = streamed_text(results), results[-1]
@@ -329,7 +329,7 @@ def reach(table: list[bytes], tokens: list[int]) -> int:
 
 @examples(60, 5)
 @given(asks())
-@pytest.mark.covers("generators.md: 52")
+@pytest.mark.covers("generators: banned-strings")
 def test_banned_strings_against_a_naive_search(ask: Ask) -> None:
     """Depth-first search over the model's greedy choices: at each position the best token that does not lead into a
     ban."""

@@ -96,7 +96,7 @@ def play(
     st.sampled_from(["int8", "exact"]),
     st.sampled_from(["none", "ngram", "model"]),
 )
-@pytest.mark.covers("generators.md: 49", "generators.md: 60")
+@pytest.mark.covers("generators: prompt-chunks", "generators: random-numbers")
 def test_output_is_bitwise_the_same(
     cache: str,
     name: str,
@@ -140,7 +140,7 @@ def strict() -> Iterator[None]:
     st.booleans(),
     st.sampled_from(["none", "ngram", "model"]),
 )
-@pytest.mark.covers("generators.md: 49", "generators.md: 60")
+@pytest.mark.covers("generators: prompt-chunks", "generators: random-numbers")
 def test_output_is_bitwise_the_same_on_a_gpu(
     cache: str, name: str, asks: list[tuple[int, int, str, int, int]], chunk: int, warm: bool, draft: str
 ) -> None:
@@ -155,7 +155,7 @@ def test_output_is_bitwise_the_same_on_a_gpu(
 @pytest.mark.cuda
 @settings(max_examples=8, deadline=None)
 @given(st.lists(requests, min_size=2, max_size=6), st.sampled_from(["none", "ngram", "model"]))
-@pytest.mark.covers("generators.md: 60")
+@pytest.mark.covers("generators: random-numbers")
 def test_company_and_guesses_show_in_no_bit_without_strict_mode(
     asks: list[tuple[int, int, str, int, int]], draft: str
 ) -> None:

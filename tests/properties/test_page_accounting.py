@@ -15,7 +15,7 @@ from internals import prelaunch
 from exl_generate import CapacityError, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
 
-pytestmark = pytest.mark.covers("generators.md: 27", "generators.md: 41")
+pytestmark = pytest.mark.covers("generators: dynamic-queue", "generators: page-counts")
 
 TOKENIZER = ScriptedTokenizer([chr(c) for c in range(97, 107)])
 POISON = TOKENIZER.get_vocab_size() - 1
