@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = sorted(path for where in (ROOT, *ROOT.glob("examples/*")) for path in where.glob(".github/workflows/*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 VERBS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 
@@ -27,13 +28,21 @@ def verbs(path: Path) -> set[str]:
     return {word for line in called for word in line.split() if "=" not in word}
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_verbs_and_scripts_exist(path: Path) -> None:
     assert verbs(path) <= VERBS
     for script in re.findall(r"(scripts/[\w/.]+)", commands(path)):
         assert (ROOT / script).exists()
     for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
         assert job["timeout-minutes"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_workflow_expects_our_packages_from_an_index(path: Path) -> None:
+    """No index has them: `pip install` names a folder, a wheel or a git URL."""
+    for line in re.findall(r"^.*pip install .*$", commands(path), re.MULTILINE):
+        for word in shlex.split(line):
+            assert not re.match(r"exl-\w+(\[[\w,]+\])?([=<>~!].*)?$", word), line
 
 
 def test_ci_runs_what_make_ci_runs() -> None:

@@ -231,7 +231,7 @@ def test_without_traces_nothing_of_them_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "says"), [("localhost:4318", "must be a URL"), ("http://x/v1/traces", "install exl-serve[otel]")]
+    ("endpoint", "says"), [("localhost:4318", "must be a URL"), ("http://x/v1/traces", "packages/exl-serve[otel]")]
 )
 def test_an_endpoint_that_cannot_be_used_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, says: str

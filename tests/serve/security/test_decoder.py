@@ -20,7 +20,7 @@ from exl_serve.media.reader import MediaReader
 from exl_serve.media.worker import CLONE_NEWNET, CLONE_NEWUSER, EXTRA_MEMORY
 from exl_serve.request.messages import ImagePart
 
-Image = pytest.importorskip("PIL.Image", reason="images need exl-serve[vision]")
+Image = pytest.importorskip("PIL.Image", reason="images need Pillow")
 
 
 def part(side: int = 4) -> ImagePart:

@@ -73,8 +73,7 @@ def _pil() -> Any:
         from PIL import Image
     except ImportError as error:
         raise UnsupportedError(
-            'images need Pillow: pip install "exl-core[vision]" (in a checkout: '
-            'pip install "./packages/exl-core[vision]")'
+            'images need Pillow: in a checkout, pip install "./packages/exl-core[vision]" installs it'
         ) from error
     return Image
 

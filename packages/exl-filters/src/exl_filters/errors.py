@@ -83,8 +83,7 @@ class MissingExtra(FilterError, ImportError):
 
     def __init__(self, what: str, extra: str, library: str) -> None:
         super().__init__(
-            f'{what} needs {library}: pip install "exl-filters[{extra}]" (in a checkout: '
-            f'pip install "./packages/exl-filters[{extra}]")'
+            f'{what} needs {library}: in a checkout, pip install "./packages/exl-filters[{extra}]" installs it'
         )
         self.extra = extra
         self.library = library

@@ -39,7 +39,9 @@ def check_tracing(config: Otel) -> None:
         found = None
     if found is None:
         raise ConfigError(
-            "otel.endpoint is set and OpenTelemetry is not installed: install exl-serve[otel]", "otel.endpoint"
+            "otel.endpoint is set and OpenTelemetry is not installed: in a checkout, "
+            'pip install "./packages/exl-serve[otel]" installs it',
+            "otel.endpoint",
         )
 
 

@@ -109,7 +109,7 @@ def _tower(config: ModelConfig, described: Any) -> Any:
     if described.arch.vision is None or not config.vision:
         return None
     if find_spec("PIL") is None:
-        log.warning("%s takes text only: images need exl-serve[vision]", config.id)
+        log.warning("%s takes text only: images need Pillow (pip install pillow)", config.id)
         return None
     try:
         tower = ExLlamaV2VisionTower(described)

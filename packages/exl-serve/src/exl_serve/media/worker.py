@@ -103,7 +103,7 @@ def _decoded(text: bytes, header: dict[str, Any]) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise _RefusedError("unsupported", "this server has no decoder for images: install exl-serve[vision]") from None
+        raise _RefusedError("unsupported", "this server has no decoder for images: install Pillow") from None
     try:
         data = base64.b64decode(text, validate=True)
     except binascii.Error as error:

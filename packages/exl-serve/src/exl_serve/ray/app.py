@@ -71,7 +71,9 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
     try:
         import ray
     except ImportError:
-        raise ConfigError("Ray is not installed: install exl-serve[ray]") from None
+        raise ConfigError(
+            'Ray is not installed: in a checkout, pip install "./packages/exl-serve[ray]" installs it'
+        ) from None
     found = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if not OLDEST <= found < NEWEST:
         raise ConfigError(
