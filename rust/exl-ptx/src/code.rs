@@ -319,9 +319,9 @@ pub enum Op {
     Nothing,
 }
 
-/// The lanes that an instruction waits for.
+/// The lanes that execute an instruction together: it waits for all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Meeting {
+pub enum Participants {
     None,
     /// Every lane of the warp that has not exited.
     Warp,
@@ -332,7 +332,7 @@ pub enum Meeting {
 pub struct Instruction {
     pub op: Op,
     pub guard: Option<(u32, bool)>,
-    pub meeting: Meeting,
+    pub participants: Participants,
     pub line: u32,
     pub to: Box<[Value]>,
     pub from: Box<[Value]>,

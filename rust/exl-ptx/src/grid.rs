@@ -345,7 +345,7 @@ fn positions(kernel: &Kernel, active: &[Unit]) -> String {
                             }
                         )
                     }
-                    None if warp.meeting & mask != 0 => "waits for lanes of its warp".to_owned(),
+                    None if warp.waiting & mask != 0 => "waits for lanes of its warp".to_owned(),
                     None => "runs".to_owned(),
                 };
                 text += &format!(

@@ -1,7 +1,7 @@
 //! One instruction without control flow: its operands, and what moves, compares and converts registers.
 
 use super::{Decoded, Decoder, Instance, Place};
-use crate::code::{Carry, Logic, Meeting, Op, Value};
+use crate::code::{Carry, Logic, Op, Participants, Value};
 use crate::lanes::{self, Suffixes, Type};
 use crate::parse::{Operand, Raw};
 
@@ -48,7 +48,7 @@ impl<'d, 'a> Line<'d, 'a> {
             "ldmatrix" | "stmatrix" => self.matrix(),
             "movmatrix" => Ok((
                 Op::MoveMatrix,
-                Meeting::Warp,
+                Participants::Warp,
                 vec![self.value(0)?],
                 self.all(1)?,
             )),
@@ -65,7 +65,7 @@ impl<'d, 'a> Line<'d, 'a> {
             "selp" => self.to_one(Op::Select),
             "createpolicy" => {
                 let policy = vec![Value::Bits(0)];
-                Ok((Op::Move, Meeting::None, vec![self.value(0)?], policy))
+                Ok((Op::Move, Participants::None, vec![self.value(0)?], policy))
             }
             "griddepcontrol" if self.suffixes.has("wait") => Ok(alone(Op::GridWait)),
             "nanosleep" => Ok(alone(Op::Yield)),
@@ -124,7 +124,7 @@ impl<'d, 'a> Line<'d, 'a> {
 
     /// An operation with one result that takes all other operands.
     pub(super) fn to_one(&self, op: Op) -> Result<Decoded, String> {
-        Ok((op, Meeting::None, vec![self.value(0)?], self.all(1)?))
+        Ok((op, Participants::None, vec![self.value(0)?], self.all(1)?))
     }
 
     fn moved(&self) -> Result<Decoded, String> {
@@ -138,7 +138,7 @@ impl<'d, 'a> Line<'d, 'a> {
         match (self.operand(0)?, self.operand(1)?) {
             (Operand::Vector(list), _) => {
                 let op = Op::Unpack(part(list)?);
-                Ok((op, Meeting::None, self.values(0)?, self.values(1)?))
+                Ok((op, Participants::None, self.values(0)?, self.values(1)?))
             }
             (_, Operand::Vector(list)) => self.to_one(Op::Pack(part(list)?)),
             _ => self.to_one(Op::Move),
@@ -159,7 +159,7 @@ impl<'d, 'a> Line<'d, 'a> {
             _ => None,
         });
         let op = Op::Compare(lanes, combine);
-        Ok((op, Meeting::None, self.results()?, self.all(1)?))
+        Ok((op, Participants::None, self.results()?, self.all(1)?))
     }
 
     fn logic(&self) -> Result<Decoded, String> {
@@ -218,5 +218,5 @@ impl<'d, 'a> Line<'d, 'a> {
 
 /// An operation without results and operands.
 fn alone(op: Op) -> Decoded {
-    (op, Meeting::None, vec![], vec![])
+    (op, Participants::None, vec![], vec![])
 }

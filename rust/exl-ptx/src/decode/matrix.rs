@@ -2,7 +2,7 @@
 
 use super::Decoded;
 use super::line::{Line, unknown};
-use crate::code::{Element, Matrices, Meeting, Op, Product};
+use crate::code::{Element, Matrices, Op, Participants, Product};
 use crate::lanes::Suffixes;
 use crate::parse::Operand;
 
@@ -30,30 +30,30 @@ impl Line<'_, '_> {
         if loads {
             return Ok((
                 Op::LoadMatrix(matrices),
-                Meeting::Warp,
+                Participants::Warp,
                 registers,
                 vec![base],
             ));
         }
         let mut from = vec![base];
         from.extend(registers);
-        Ok((Op::StoreMatrix(matrices), Meeting::Warp, vec![], from))
+        Ok((Op::StoreMatrix(matrices), Participants::Warp, vec![], from))
     }
 
     /// `mma`.
     pub(super) fn product(&self) -> Result<Decoded, String> {
         let op = Op::Product(product(self.suffixes)?);
-        Ok((op, Meeting::Warp, self.values(0)?, self.all(1)?))
+        Ok((op, Participants::Warp, self.values(0)?, self.all(1)?))
     }
 
     pub(super) fn warpgroup(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
-        let meeting = Meeting::Warp;
+        let participants = Participants::Warp;
         if s.has("fence") || s.has("commit_group") {
-            return Ok((Op::Nothing, meeting, vec![], vec![]));
+            return Ok((Op::Nothing, participants, vec![], vec![]));
         }
         if s.has("wait_group") {
-            return Ok((Op::WarpgroupWait, meeting, vec![], vec![]));
+            return Ok((Op::WarpgroupWait, participants, vec![], vec![]));
         }
         if !s.has("mma_async") {
             return unknown();
@@ -66,7 +66,7 @@ impl Line<'_, '_> {
         // Behind scale-d, the signs of A and B; halves then say whether A and B are transposed.
         Ok((
             Op::WarpgroupProduct(shape, a_in_registers, false),
-            meeting,
+            participants,
             sums,
             from,
         ))

@@ -2,14 +2,14 @@
 
 use super::line::{Line, unknown};
 use super::{Decoded, Place};
-use crate::code::{Access, Bulk, Mbarrier, Meeting, Op, SmallCopy, Space, Update, Value};
+use crate::code::{Access, Bulk, Mbarrier, Op, Participants, SmallCopy, Space, Update, Value};
 use crate::lanes::{Suffixes, Type};
 use crate::parse::Operand;
 
 impl Line<'_, '_> {
     /// `ld`, `st`, `atom` and `red`.
     pub(super) fn access(&self) -> Result<Decoded, String> {
-        let none = Meeting::None;
+        let none = Participants::None;
         let s = self.suffixes;
         match self.name {
             "ld" | "ldu" => {
@@ -77,7 +77,7 @@ impl Line<'_, '_> {
         };
         Ok((
             op,
-            Meeting::None,
+            Participants::None,
             vec![self.value(0)?],
             vec![self.value(1)?],
         ))
@@ -135,7 +135,7 @@ impl Line<'_, '_> {
 
     pub(super) fn copy(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
-        let none = Meeting::None;
+        let none = Participants::None;
         if s.0.first() == Some(&"reduce") || s.has("bulk") {
             return self.bulk();
         }
@@ -182,7 +182,7 @@ impl Line<'_, '_> {
 
     pub(super) fn bulk(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
-        let none = Meeting::None;
+        let none = Participants::None;
         if s.has("commit_group") {
             return Ok((Op::Bulk(Bulk::Commit, 0, 0), none, vec![], vec![]));
         }

@@ -8,7 +8,7 @@ mod warps;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::code::{Instruction, Kernel, Meeting, Op, Special, Value};
+use crate::code::{Instruction, Kernel, Op, Participants, Special, Value};
 use crate::lanes::Suffixes;
 use crate::memory::SHARED_START;
 use crate::parse::{self, Function, Operand, Raw, Source, Statement, Width};
@@ -72,8 +72,8 @@ pub fn decode(
     Ok(kernel)
 }
 
-/// An instruction without its line and guard: operation, lanes that must meet, results and operands.
-type Decoded = (Op, Meeting, Vec<Value>, Vec<Value>);
+/// An instruction without its line and guard: operation, lanes that take part, results and operands.
+type Decoded = (Op, Participants, Vec<Value>, Vec<Value>);
 
 /// The location of a symbol.
 #[derive(Clone, Copy, Debug)]
@@ -168,7 +168,7 @@ impl<'a> Decoder<'a> {
         self.code.push(Instruction {
             op,
             guard,
-            meeting: Meeting::None,
+            participants: Participants::None,
             line,
             to: to.into_boxed_slice(),
             from: from.into_boxed_slice(),
@@ -353,9 +353,9 @@ impl<'a> Decoder<'a> {
             "call" => self.call(instance, raw, guard)?,
             _ => {
                 let line = Line::new(self, instance, raw, name, suffixes);
-                let (op, meeting, to, from) = line.decode()?;
+                let (op, participants, to, from) = line.decode()?;
                 self.push(raw.line, guard, op, to, from);
-                self.code[before].meeting = meeting;
+                self.code[before].participants = participants;
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use super::Decoded;
 use super::line::{Line, unknown};
 use super::memory::update;
-use crate::code::{Mbarrier, Meeting, Op, Reduce, Shuffle, Vote};
+use crate::code::{Mbarrier, Op, Participants, Reduce, Shuffle, Vote};
 use crate::lanes::Type;
 use crate::parse::Operand;
 
@@ -11,7 +11,7 @@ impl Line<'_, '_> {
     /// `shfl`, `vote`, `match`, `redux`, `activemask` and `elect`.
     pub(super) fn among_lanes(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
-        let (op, meeting) = match self.name {
+        let (op, participants) = match self.name {
             "shfl" => {
                 let mode = match () {
                     () if s.has("up") => Shuffle::Up,
@@ -19,7 +19,7 @@ impl Line<'_, '_> {
                     () if s.has("bfly") => Shuffle::Butterfly,
                     () => Shuffle::Index,
                 };
-                (Op::Shuffle(mode), Meeting::Mask(3))
+                (Op::Shuffle(mode), Participants::Mask(3))
             }
             "vote" => {
                 let vote = match () {
@@ -28,37 +28,37 @@ impl Line<'_, '_> {
                     () if s.has("any") => Vote::Any,
                     () => Vote::Uniform,
                 };
-                (Op::Vote(vote), Meeting::Mask(1))
+                (Op::Vote(vote), Participants::Mask(1))
             }
             "match" => {
                 let (all, double) = (s.has("all"), self.ty == Some(Type::B64));
-                (Op::Match { all, double }, Meeting::Mask(1))
+                (Op::Match { all, double }, Participants::Mask(1))
             }
             "redux" => {
                 let update = update(s).ok_or("unknown instruction")?;
                 let op = Op::Redux(update, self.ty.ok_or("no type")?);
-                (op, Meeting::Mask(1))
+                (op, Participants::Mask(1))
             }
-            "activemask" => (Op::ActiveMask, Meeting::None),
-            _ => (Op::Elect, Meeting::Mask(0)),
+            "activemask" => (Op::ActiveMask, Participants::None),
+            _ => (Op::Elect, Participants::Mask(0)),
         };
         let to = self.results()?;
         if self.name == "elect" && to.len() != 2 {
             return Err("elect needs two results".to_owned());
         }
-        Ok((op, meeting, to, self.all(1)?))
+        Ok((op, participants, to, self.all(1)?))
     }
 
     /// `bar` and `barrier`.
     pub(super) fn barrier(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
         if s.has("warp") {
-            return Ok((Op::WarpBarrier, Meeting::Mask(0), vec![], self.all(0)?));
+            return Ok((Op::WarpBarrier, Participants::Mask(0), vec![], self.all(0)?));
         }
-        let meeting = if self.name == "bar" || s.has("aligned") {
-            Meeting::Warp
+        let participants = if self.name == "bar" || s.has("aligned") {
+            Participants::Warp
         } else {
-            Meeting::None
+            Participants::None
         };
         if self.name == "barrier" && s.has("cluster") {
             let op = if s.has("arrive") {
@@ -66,7 +66,7 @@ impl Line<'_, '_> {
             } else {
                 Op::ClusterWait
             };
-            return Ok((op, meeting, vec![], vec![]));
+            return Ok((op, participants, vec![], vec![]));
         }
         if s.has("red") {
             let reduce = match () {
@@ -80,7 +80,7 @@ impl Line<'_, '_> {
                 reduce,
                 counted: from.len() == 3,
             };
-            return Ok((op, meeting, vec![self.value(0)?], from));
+            return Ok((op, participants, vec![self.value(0)?], from));
         }
         let from = self.all(0)?;
         let op = Op::Barrier {
@@ -88,7 +88,7 @@ impl Line<'_, '_> {
             reduce: Reduce::None,
             counted: from.len() == 2,
         };
-        Ok((op, meeting, vec![], from))
+        Ok((op, participants, vec![], from))
     }
 
     pub(super) fn mbarrier(&self) -> Result<Decoded, String> {
@@ -122,6 +122,6 @@ impl Line<'_, '_> {
             },
             _ => return unknown(),
         };
-        Ok((Op::Mbarrier(kind, offset), Meeting::None, to, from))
+        Ok((Op::Mbarrier(kind, offset), Participants::None, to, from))
     }
 }

@@ -8,7 +8,7 @@ mod memory;
 mod operate;
 mod values;
 
-use crate::code::{Instruction, Kernel, Meeting};
+use crate::code::{Instruction, Kernel, Participants};
 use crate::grid::World;
 use crate::lanes::{Doubles, Words};
 
@@ -54,7 +54,7 @@ pub struct Warp {
     /// Lanes that have not exited.
     pub live: u32,
     /// Lanes that wait for others of the warp.
-    pub meeting: u32,
+    pub waiting: u32,
     pub held: Vec<Held>,
     pub local: Vec<u8>,
     pub copies: Vec<Copy>,
@@ -104,7 +104,7 @@ impl Warp {
             } else {
                 (1 << threads) - 1
             },
-            meeting: 0,
+            waiting: 0,
             held: Vec::new(),
             local: vec![0; kernel.local_bytes * 32],
             copies: Vec::new(),
@@ -119,7 +119,7 @@ impl Warp {
     /// Lanes that can run.
     pub fn ready(&self) -> u32 {
         let held = self.held.iter().fold(0, |mask, held| mask | held.mask);
-        self.live & !self.meeting & !held
+        self.live & !self.waiting & !held
     }
 
     /// The runnable lanes with the lowest position (or those of a lane by chance), that position, and the lowest one of the others.
@@ -227,18 +227,18 @@ impl Warp {
         exec: u32,
     ) -> Result<Flow, String> {
         let mut exec = exec;
-        if instruction.meeting != Meeting::None {
+        if instruction.participants != Participants::None {
             let present = exec | self.at(pc);
             let wanted = self.wanted(world, instruction, present);
             if wanted & !present & self.live != 0 {
                 self.place(mask & !exec, pc + 1);
                 self.place(exec, pc);
-                self.meeting |= exec;
+                self.waiting |= exec;
                 return Ok(Flow::Moved);
             }
             let joined = present & !exec;
             if joined != 0 {
-                self.meeting &= !joined;
+                self.waiting &= !joined;
                 // The lanes that waited go on with these; run the instruction once for all of them.
                 self.place(mask & !exec, pc + 1);
                 exec = present;
@@ -254,15 +254,15 @@ impl Warp {
 
     /// Lanes that wait at an instruction for others of the warp.
     fn at(&self, pc: u32) -> u32 {
-        lanes_of(self.meeting)
+        lanes_of(self.waiting)
             .filter(|&lane| self.pcs[lane] == pc)
             .fold(0, |mask, lane| mask | (1 << lane))
     }
 
     /// The lanes that an instruction needs, for those that are present.
     fn wanted(&self, world: &World, instruction: &Instruction, present: u32) -> u32 {
-        match instruction.meeting {
-            Meeting::Mask(at) => match instruction.from.get(at as usize) {
+        match instruction.participants {
+            Participants::Mask(at) => match instruction.from.get(at as usize) {
                 Some(&value) => {
                     let masks = self.word(world, value);
                     lanes_of(present).fold(0, |all, lane| all | masks[lane])
@@ -277,7 +277,7 @@ impl Warp {
         self.place(exec, pc);
         self.live &= !exec;
         // Lanes that wait for others look again.
-        self.meeting = 0;
+        self.waiting = 0;
         if let Some(copy) = self.copies.iter().find(|copy| exec >> copy.lane & 1 == 1) {
             return Err(format!(
                 "lane {} exits with an asynchronous copy that it never waited for ({})",
