@@ -155,7 +155,7 @@ def test_the_table_has_every_field() -> None:
         ("xtc_ignore_tokens", 7),
     ],
 )
-def test_what_has_no_meaning_is_refused(field: str, value: Any) -> None:
+def test_meaningless_settings_are_refused(field: str, value: Any) -> None:
     settings = Settings()
     setattr(settings, field, value)
     with pytest.raises(RequestError, match=field):

@@ -86,7 +86,7 @@ def test_transformers_renders_the_same(folder: Path, theirs: Any, name: str, too
 
 
 @pytest.mark.parametrize("name", FAIL)
-def test_what_transformers_cannot_render_is_an_error(folder: Path, theirs: Any, name: str) -> None:
+def test_templates_that_transformers_cannot_render_are_errors(folder: Path, theirs: Any, name: str) -> None:
     with pytest.raises(Exception, match=r".+"):
         theirs.apply_chat_template(TALK, tokenize=False, chat_template=FAIL[name])
     with pytest.raises(errors.ChatTemplateError):

@@ -88,7 +88,7 @@ def changed(case: str, what: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "what"), WRONG)
-def test_what_was_read_wrongly_once(case: str, what: str) -> None:
+def test_files_that_were_misread_once(case: str, what: str) -> None:
     judge = Judge(case)
     judge(base_config(case))
     assert judge(changed(case, what))[0] == "same"

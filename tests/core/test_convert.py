@@ -41,7 +41,7 @@ def test_the_command(lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", [convert_command, kernels_command])
-def test_what_the_command_cannot_do_is_an_error_of_one_line(
+def test_impossible_arguments_are_an_error_of_one_line(
     command: Any, lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(lab.write())
@@ -75,7 +75,7 @@ def test_padded_vocabularies_keep_their_rows(lab: Any, tmp_path: Path) -> None:
     lab.load(tmp_path / "out")
 
 
-def test_what_is_refused_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+def test_a_refused_conversion_leaves_nothing(lab: Any, tmp_path: Path) -> None:
     source = lab.write()
     quantized = lab.write(kind="exl2")
     layout = folder_layout(ExLlamaV2Config(source))

@@ -370,7 +370,7 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("batch", [4, 16])
-def test_what_is_captured_serves_again_when_a_hook_is_taken_out(
+def test_captured_steps_serve_again_when_a_hook_is_taken_out(
     model: ExLlamaV2, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hooked model's eager passes use separate memory."""
@@ -460,7 +460,7 @@ def test_the_switch_and_its_reason(model: ExLlamaV2, monkeypatch: pytest.MonkeyP
     assert "EXL_CUDA_GRAPHS" in (model.decode.reason or "")
 
 
-def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, at = torch.tensor([[5]]), params(table(1, 2), [0], 1)
     eager(model, monkeypatch)
     want = model.forward_chunk(ids, ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), attn_params=at)["logits"].clone()

@@ -327,7 +327,7 @@ def test_matmuls_of_a_step_that_is_not_captured_are_batch_invariant(
     assert seen == {expected}
 
 
-def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
+def test_inputs_still_to_be_copied_to_the_gpu_outlive_their_step(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured steps are forgotten while one is queued: its inputs are not given to others before the GPU has them."""
@@ -522,7 +522,7 @@ def scaled(by: float, state: torch.Tensor, step: object) -> torch.Tensor:
     return state * by
 
 
-def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2) -> None:
+def test_captured_steps_serve_again_when_a_hook_is_taken_out(model: ExLlamaV2) -> None:
     """Who hooks single requests does not record all steps anew for each. The modules must be the same, one by one."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
     before = model.prelaunchable_step(1, cache, params([1]))
@@ -551,9 +551,7 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
     assert last.captured is not other.captured
 
 
-def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
-    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_of_a_deleted_module_are_dropped(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the module, whose weights would stay on the GPU: also while a hook is in, or for one that cannot be
     captured."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]

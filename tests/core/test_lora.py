@@ -454,7 +454,7 @@ def test_replacements_of_fused_modules_and_of_padded_tables(lab: Any, ids: Tenso
             ExLlamaV2Lora.from_directory(model, folder)
 
 
-def test_what_old_adapter_configs_leave_out(bench: Bench, tmp_path: Path) -> None:
+def test_old_adapter_configs_get_the_defaults_of_their_time(bench: Bench, tmp_path: Path) -> None:
     """The first adapters say rank and alpha and little more: plain LoRA, scaled by alpha / r."""
     folder = hand_made(tmp_path / "plain", ["q_proj"], r=4)
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')

@@ -71,7 +71,7 @@ def test_caches_are_exactly_as_planned(lab: Any, cls: type[ExLlamaV2CacheBase], 
     assert found.devices[0].cache == sum(t.nbytes for t in cache.all_tensors())
 
 
-def test_what_is_left_free_unless_said_otherwise(lab: Any) -> None:
+def test_default_reserve_of_each_device(lab: Any) -> None:
     """192 MiB of the first device, 64 MiB of each other one."""
     config = ExLlamaV2Config(lab.write(**MIDDLE))
     found = plan(config, on=capped(1.0, 1.0, 1.0))

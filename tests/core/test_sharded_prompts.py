@@ -123,7 +123,7 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
     assert torch.equal(found["logits"], want)
 
 
-def test_which_passes_are_prompts() -> None:
+def test_passes_that_count_as_prompts() -> None:
     """Decode steps of many rows need batch-invariant matmuls, adapters are for the modules."""
 
     def asked(*shape: int, **changes: Any) -> CheckedPass:

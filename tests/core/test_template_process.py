@@ -121,7 +121,7 @@ def run(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env={**os.environ, "PYTHONPATH": path})
 
 
-def test_what_is_no_text_in_sys_path_is_passed_over() -> None:
+def test_entries_of_sys_path_that_are_no_text_are_skipped() -> None:
     """Python passes over a Path there, too."""
     run("""
 import sys

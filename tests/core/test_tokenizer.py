@@ -186,7 +186,7 @@ def test_decode_takes_tensors_and_lists_of_them(fixture_tokenizer: ExLlamaV2Toke
 
 
 @pytest.mark.parametrize("bad", [None, 3, b"text", ["a", 3], ["a", None], "\ud800", ["a", "b \udfff"]])
-def test_what_is_no_text(fixture_tokenizer: ExLlamaV2Tokenizer, bad: Any) -> None:
+def test_inputs_that_are_no_text(fixture_tokenizer: ExLlamaV2Tokenizer, bad: Any) -> None:
     with pytest.raises(errors.InputError):
         fixture_tokenizer.encode(bad)
     with pytest.raises(errors.InputError, match="padding_side"):

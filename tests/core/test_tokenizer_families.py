@@ -204,7 +204,7 @@ def test_tables_of_a_sentencepiece_model(spm: tuple[Any, Any, Path]) -> None:
     assert all(pieces[i].startswith(p) for p, ids in list(prefixes.items())[:50] for i in ids)
 
 
-def test_which_file_is_taken(spm: tuple[Any, Any, Path], lab: Any, tmp_path: Path) -> None:
+def test_the_file_that_is_read_first(spm: tuple[Any, Any, Path], lab: Any, tmp_path: Path) -> None:
     shutil.copy(spm[2] / "tokenizer.model", tmp_path)
     shutil.copy(FIXTURE / "tokenizer.json", tmp_path)
     assert ours(tmp_path, lab).tokenizer_model.file.name == "tokenizer.json"

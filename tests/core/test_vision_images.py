@@ -58,7 +58,7 @@ def test_modes(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
-def test_what_is_transparent_is_white(mode: str) -> None:
+def test_transparent_pixels_become_white(mode: str) -> None:
     colours: dict[str, Any] = {"RGBA": (10, 20, 30, 0), "LA": (10, 0), "P": 5, "L": 7, "RGB": (1, 2, 3)}
     image = Image.new(mode, (6, 4), colours[mode])
     if mode in ("P", "L", "RGB"):

@@ -77,7 +77,7 @@ def test_every_outcome_of_a_fork_is_reported(tmp_path: Path) -> None:
     assert "the process of this test ended with exit code -9" in out
 
 
-def test_what_ends_a_fork_is_reported(tmp_path: Path) -> None:
+def test_the_cause_of_a_forks_death_is_reported(tmp_path: Path) -> None:
     out = run(tmp_path, "test_second.py", "-k", "uses_it")
     assert "1 failed, 1 passed" in out
     assert "RuntimeError: of a session's fixture" in out

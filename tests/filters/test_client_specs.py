@@ -269,7 +269,7 @@ def test_a_child_compiles_while_the_parents_places_are_taken():
         (["--xfail", "/nonexistent"], "nonexistent"),
     ],
 )
-def test_what_cannot_be_checked_is_exit_code_two(arguments, said, capsys):
+def test_a_filter_that_cannot_be_checked_is_exit_code_two(arguments, said, capsys):
     pytest.importorskip("hypothesis", reason="extra `testing`")
     assert main(["check", "select", *(arguments if "--params" in arguments else []), *_rest(arguments)]) == 2
     assert said in capsys.readouterr().err

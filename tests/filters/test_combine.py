@@ -126,7 +126,7 @@ def test_a_cue_inside_a_token_is_not_missed():
 
 @pytest.mark.covers("filters: triggers")
 @pytest.mark.parametrize("after", ["release", "rearm"])
-def test_what_comes_after(after):
+def test_the_part_after_a_sequence(after):
     s = stack(TriggeredFilter(select(V, "no"), on="the", after=after))
     assert spelled(s, "the", "no") == [False, False]
     assert pieces(s) is None

@@ -91,7 +91,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_would_not_end_is_ended(name):
+def test_an_endless_compilation_is_ended(name):
     with ended(), pytest.raises(FilterCompileError, match=r"within 3 s|more than 256 MB"):
         ExLlamaV2GrammarFilter(None, V, **ENDLESS[name], budget=SHORT)
     # The next grammar is tried as if nothing had happened.
@@ -147,7 +147,7 @@ NASTY = {
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_what_looks_nasty_is_compiled_or_refused_in_time(name):
+def test_nasty_inputs_are_compiled_or_refused_in_time(name):
     with ended():
         try:
             f = ExLlamaV2GrammarFilter(None, V, **NASTY[name], budget=SHORT)
@@ -193,7 +193,7 @@ def test_limits_are_checked():
         (False, {"json_schema": {"type": "object", "keywordOfTomorrow": {}}}),
     ],
 )
-def test_what_is_compiled_at_once_and_what_is_tried(plain, source):
+def test_inputs_compiled_at_once_and_inputs_tried_first(plain, source):
     assert is_plain(source) is plain
     assert not is_plain(source, limits={"step_max_items": 10_000})
 

@@ -138,7 +138,7 @@ def test_languages(source, good, bad):
         ({"lark": 'start: "a"', "leading_space": True}, "leading_space"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_at_construction(source, reason):
+def test_unenforceable_grammars_are_refused_at_construction(source, reason):
     with pytest.raises(FilterCompileError, match=reason):
         make(**source)
 

@@ -73,7 +73,7 @@ def generate(template, vocabulary, rng, limit=120):
 
 @settings(max_examples=trials(60, 15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(SIMPLE, larger, max_leaves=5), st.integers(0, 2**32 - 1))
-def test_what_is_complete_is_valid(schema, seed):
+def test_complete_outputs_are_valid(schema, seed):
     try:
         f = ExLlamaV2GrammarFilter(None, MODEL, json_schema=schema)
     except FilterCompileError:

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.covers("filters: compile-errors")
         (None, "start: %json {\n"),
     ],
 )
-def test_which_rules_have_no_end(endless, text):
+def test_rules_without_an_end(endless, text):
     assert endless_rules(text) == endless
 
 

@@ -92,7 +92,7 @@ def test_masks_are_those_of_each_stack_alone(seed):
         assert np.array_equal(a, b)
 
 
-def test_who_takes_part():
+def test_stacks_that_take_part():
     """Stacks of one grammar that are due; others keep their way."""
     pool = Threads()
     due = [stack_of(SOURCES[0]) for _ in range(3)]

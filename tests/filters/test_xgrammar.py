@@ -103,7 +103,7 @@ def test_sources():
         {"ebnf": "root ::= nothing"},
     ],
 )
-def test_what_it_would_not_enforce_is_refused(source):
+def test_unenforceable_constraints_are_refused(source):
     with pytest.raises(FilterCompileError):
         make(**source)
 
@@ -165,7 +165,7 @@ def larger(inner):
 
 @examples(40, 15)
 @given(st.recursive(SIMPLE, larger, max_leaves=4), st.integers(0, 2**32 - 1))
-def test_what_is_complete_is_valid(schema, seed):
+def test_complete_outputs_are_valid(schema, seed):
     try:
         template = make(json_schema=schema)
     except FilterCompileError:

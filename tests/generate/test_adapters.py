@@ -78,7 +78,7 @@ def test_jobs_with_other_adapters_share_no_pass_that_depends_on_its_size(
 
 @pytest.mark.covers("generators: dynamic-warmup-reset", "generators: adapters-per-job")
 def test_a_change_of_adapters_never_finds_the_pages_of_others() -> None:
-    """Regression of exllamav2's set_loras and of vllm#30931: pages made under one adapter, used under another."""
+    """Pages made under one adapter are not used under another."""
     generator = make()
     for loras, cached in (([], 0), ([A], 0), ([B], 0), ([A], 47), ([], 47), ([A, B], 0)):
         generator.set_loras(loras)
@@ -111,7 +111,7 @@ def test_guesses_do_not_see_adapters_and_do_not_matter(how: str) -> None:
     assert streamed_tokens(results) == naive(generator, ids(PROMPT)[0].tolist(), 30, [A])
 
 
-def test_what_is_no_adapter_is_refused() -> None:
+def test_a_value_that_is_no_adapter_is_refused() -> None:
     for wrong in ("folder", ["folder"], [None], [3], [A, A], object()):
         with pytest.raises(RequestError, match="loras"):
             job("abc", loras=wrong)

@@ -22,7 +22,7 @@ def test_salts_share_pages_with_their_like_alone() -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "text", bytearray(b"x"), b"x" * 257])
-def test_what_is_no_salt_is_refused(salt: Any) -> None:
+def test_a_value_that_is_no_salt_is_refused(salt: Any) -> None:
     with pytest.raises(RequestError, match="cache_salt"):
         ExLlamaV2DynamicJob(
             TOKENIZER.encode("abc"), 1, gen_settings=ExLlamaV2Sampler.Settings.greedy(), cache_salt=salt

@@ -328,7 +328,7 @@ def test_further_interrupts_do_not_spoil_the_end() -> None:
         (("bench", "-m", MODEL, "--batch", "2", "--batch", "257"), "--batch 257"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(exl, args: tuple[str, ...], message: str) -> None:
+def test_impossible_commands_are_an_error_of_one_line(exl, args: tuple[str, ...], message: str) -> None:
     if "--json-schema" in args:
         pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
     code, out, err = exl(*args, stdin="hello\n")

@@ -107,7 +107,7 @@ def test_the_option_goes_before_the_template_of_the_model(exl, chat_model: str) 
         ("plain", "BOSBe brief.\nUser: One?\nAssistant: Yes.\nUser: Two?\nAssistant:"),
     ],
 )
-def test_what_the_named_templates_write(name: str, prompt: str) -> None:
+def test_prompts_of_the_named_templates(name: str, prompt: str) -> None:
     tokenizer = ExLlamaV2Tokenizer(ExLlamaV2Config(MODEL))
     template = find_template(name)
     said = tokenizer.apply_chat_template(TALK, chat_template=template.source, bos_token="BOS")

@@ -125,7 +125,7 @@ def test_without_a_gpu_a_card_must_be_named(info, monkeypatch: pytest.MonkeyPatc
         (["--kernels", "--plan"], "one at a time"),
     ],
 )
-def test_what_does_not_go_together(info, arguments: list[str], message: str) -> None:
+def test_options_that_exclude_each_other(info, arguments: list[str], message: str) -> None:
     code, _, err = info(MODEL, *arguments)
     assert code == 1
     assert message in err

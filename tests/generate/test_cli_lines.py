@@ -54,7 +54,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], tuple[str | N
         ('""""""', "", False),
     ],
 )
-def test_what_a_command_is(monkeypatch: pytest.MonkeyPatch, keys: str, text: str, is_command: bool) -> None:
+def test_lines_that_are_commands(monkeypatch: pytest.MonkeyPatch, keys: str, text: str, is_command: bool) -> None:
     with typed(monkeypatch, f"{keys}\r"):
         assert TypedLines(lambda _: [], None, print).read() == Line(text, is_command)
     if '"' not in keys and "\r" not in keys:  # a pipe has no quotes and no messages of several lines

@@ -215,7 +215,7 @@ def test_an_unused_reservation_evicts_nothing() -> None:
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
 @pytest.mark.covers("generators: job-checks")
 def test_prompt_and_output_exactly_at_the_cache_size(over: int, fits: bool) -> None:
-    """Regression tabby#380: exact page arithmetic at the limit."""
+    """Page arithmetic is exact at the limit."""
     generator = make(cache_tokens=64)
     one = job("abcdefgh" * 5, 24 + over)
     if not fits:
@@ -534,7 +534,7 @@ def test_state_changes_that_do_not_fit_are_refused() -> None:
 
 
 def test_many_threads_may_submit_at_once() -> None:
-    """Regression exl2#393, exl2#520: jobs from sixteen threads."""
+    """Jobs come from sixteen threads."""
     generator = make(cache_tokens=1024)
     want = generator.generate("abc", 6, gen_settings=Settings.greedy())
     got: list[str] = []

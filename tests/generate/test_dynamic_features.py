@@ -499,7 +499,7 @@ def test_a_failing_forward_ends_only_the_jobs_that_fail_alone() -> None:
 
 
 def test_finished_jobs_leave_nothing_behind() -> None:
-    """Regression exl2#533: no growth with the number of requests, with guesses and filters too."""
+    """Memory and time do not grow with the number of requests, with guesses and filters too."""
     for generator in (make(), speculate("ngram"), speculate("model")):
         for round_ in range(3):
             jobs = [job("abc" * n, 9, filters=[AllowFilter({5}, {6}, {7})], identifier=n) for n in range(1, 6)]

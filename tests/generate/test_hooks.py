@@ -48,7 +48,7 @@ def said(made: ExLlamaV2DynamicGenerator) -> tuple[list[int], int]:
     return streamed_tokens(results), results[-1]["cached_tokens"]
 
 
-def test_what_was_computed_without_a_hook_is_not_used_with_it(model: ExLlamaV2) -> None:
+def test_pages_computed_without_a_hook_are_not_used_with_it(model: ExLlamaV2) -> None:
     inner = model.modules[3]
     hooks = [Intervention(inner, post_forward=lambda state, step, by=by: state.roll(by, -1)) for by in (1, 7)]  # type: ignore[misc]
     expected = []
@@ -137,7 +137,7 @@ def test_changes_while_jobs_take_turns_lose_nothing(seed: int) -> None:
         assert streamed_tokens(results[one]) == small.naive(made, small.ids(text)[0].tolist(), 60)
 
 
-def test_what_may_be_taken_back_has_no_name_after_a_change_either() -> None:
+def test_unpublished_pages_stay_unnamed_after_a_change() -> None:
     """A job gives way, and meets a change, while most of a page of its tokens may yet turn out to be banned."""
     word = "abcdefghijklmnopqrstuv"
     made: Any = small.make(small.says(word, after=4), cache_tokens=64, max_batch_size=2)
@@ -229,7 +229,7 @@ def test_a_job_that_waits_again_takes_nothing_of_while_it_waited(model: ExLlamaV
     assert all(torch.equal(a, b) for a, b in zip(plain, met, strict=True))
 
 
-def test_what_a_job_goes_on_with_does_not_depend_on_what_is_left_of_it(model: ExLlamaV2) -> None:
+def test_a_resumed_job_does_not_depend_on_the_pages_left_of_it(model: ExLlamaV2) -> None:
     """It gives way behind a hook that was put in while it ran, and its pages stay there or are taken by others."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))

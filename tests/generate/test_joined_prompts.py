@@ -192,7 +192,7 @@ def test_one_that_fails_fails_alone(how: str) -> None:
 
 
 @pytest.mark.parametrize("fails", ["prompts", "steps"])
-def test_what_a_failed_pass_held_is_free_when_it_is_repeated(fails: str) -> None:
+def test_memory_of_a_failed_pass_is_free_when_it_is_repeated(fails: str) -> None:
     """The memory that it lacked may be its own; also that of an error which is kept."""
     generator = make()
     held: list[Any] = []

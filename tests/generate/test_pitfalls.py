@@ -59,7 +59,7 @@ def fable() -> ExLlamaV2DynamicGenerator:
 
 @pytest.mark.covers("generators: base-stop-tokens", "generators: stream-stop-conditions")
 def test_all_ids_of_an_eos_list_stop_generation() -> None:
-    """exl2#803."""
+    """Each id of the list ends the text, not only the first."""
     tokenizer = ScriptedTokenizer(PIECES)
     tokenizer.eos_token_ids = [EOS, 7]
     for eos in tokenizer.eos_token_ids:
@@ -77,7 +77,7 @@ def test_all_ids_of_an_eos_list_stop_generation() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 31, 33, 40_001, 151_937])
 def test_padded_ids_are_never_sampled(vocab: int) -> None:
-    """exl2#778, mlx-vlm#1917: logits are padded to a multiple of 32."""
+    """Logits are padded to a multiple of 32, and ids behind the vocabulary have no text."""
 
     class Hot(ScriptedModel):
         def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:
@@ -107,7 +107,7 @@ def test_padded_ids_are_never_sampled(vocab: int) -> None:
     ],
 )
 def test_prompt_and_output_at_one_under_and_one_over_the_cache(how: str, healing: bool, over: int) -> None:
-    """tabby#380, exl3#145, exl2#105."""
+    """A job that fills the cache runs to its end; one more token is refused."""
     generator = speculate(how) if how != "none" else make(model_len=1024)
     room = generator.max_total_tokens if how == "none" else generator.max_seq_len
     one = job("ab" * 30, room - 60 + over, token_healing=healing)
@@ -127,7 +127,7 @@ def test_a_cfg_job_larger_than_the_cache_is_refused_at_enqueue() -> None:
 
 
 def test_a_change_of_lora_does_not_hit_pages_made_under_another() -> None:
-    """vllm#30931, lcpp#26207."""
+    """Names of pages include the adapters."""
     generator, adapter = make(), ScriptedLora(5)
     cold = run(generator, job("abcdefgh" * 6, 4))[-1]
     generator.set_loras(adapter)
@@ -142,7 +142,7 @@ PHASES = ["queued", "prefill", "decode", "draft", "held", "rewind"]
 @pytest.mark.covers("generators: dynamic-queue")
 @pytest.mark.parametrize("phase", PHASES)
 def test_cancel_in_each_phase(phase: str) -> None:
-    """tabby#428, exl3#227, tabby#81: the others go on, the pages return."""
+    """The other jobs continue, and the pages return."""
     generator = speculate("model") if phase == "draft" else make(max_batch_size=2, max_chunk_size=PAGE)
     if phase == "rewind":
         said = ids("qabc")[0].tolist()
@@ -186,7 +186,7 @@ def test_cancel_in_each_phase(phase: str) -> None:
 
 
 def test_jobs_from_sixteen_threads_and_several_event_loops_and_other_tasks() -> None:
-    """exl2#393, exl2#520, exl2#561, exl2#684, exl2#690."""
+    """No job is lost, and none waits forever."""
     want = make().generate("abc", 6, gen_settings=GREEDY)
     got: list[str] = []
 
@@ -218,7 +218,7 @@ def test_jobs_from_sixteen_threads_and_several_event_loops_and_other_tasks() -> 
 
 
 def test_a_bare_string_of_stop_conditions_is_an_error_and_a_special_stop_string_works() -> None:
-    """exl2#484."""
+    """A bare string would be read as a list of its characters."""
     with pytest.raises(RequestError, match="pass a list"):
         job("abc", stop_conditions="stop")
     with pytest.raises(RequestError, match="neither"):
@@ -235,7 +235,7 @@ def _parts() -> tuple[Any, Any, Any]:
 
 @pytest.mark.covers("generators: stream-stop-strings", "generators: stop-strings")
 def test_a_stop_string_over_token_boundaries_never_leaks() -> None:
-    """vllm#3574, vllm#57052: streamed and not."""
+    """No part of the stop string is streamed before it is complete."""
     stop = "the end"
     for cut in range(1, 12):
         script = says("ab", " the"[1:], " end", "cd", after=cut)
@@ -260,7 +260,7 @@ def test_a_stop_string_over_token_boundaries_never_leaks() -> None:
 
 @pytest.mark.covers("generators: stream-characters")
 def test_characters_split_over_tokens_arrive_whole() -> None:
-    """exl2#59: CJK, emoji."""
+    """CJK characters and emoji do not become replacement characters."""
     raw = "日本語😀é한".encode()
     tokenizer = ScriptedTokenizer([bytes([b]) for b in sorted(set(raw))] + ["z"])
     answer = [tokenizer.pieces.index(bytes([b])) for b in raw]
@@ -297,7 +297,7 @@ class Only(ExLlamaV2Filter):
 
 
 def test_a_filter_that_leaves_no_token_ends_its_job_with_a_reason() -> None:
-    """exui#25."""
+    """The other jobs continue."""
     generator = make()
     bad, good = job("abc", 5, filters=[Only(5), Only(6)]), job("abc", 5)
     generator.enqueue([bad, good])
@@ -308,7 +308,7 @@ def test_a_filter_that_leaves_no_token_ends_its_job_with_a_reason() -> None:
 
 @pytest.mark.covers("generators: filter-ends", "generators: filter-prefix")
 def test_a_select_filter_without_a_prefix_ends_with_an_option() -> None:
-    """exl2 PR#354."""
+    """With and without regard to case."""
     for insensitive in (False, True):
         options = ["hello there", "hey", "Good day" if insensitive else "good day"]  # tokens are small letters
         chosen = ExLlamaV2SelectFilter(None, TOKENIZER, options, case_insensitive=insensitive)
@@ -338,7 +338,7 @@ class Counted(Only):
 @pytest.mark.parametrize("kind", [lambda: Only(*(i for i in range(3, VOCAB) if i % 3)), Counted])
 @pytest.mark.parametrize("how", ["ngram", "model"])
 def test_a_filter_with_drafts_is_the_filter_alone(how: str, kind: Any) -> None:
-    """tabby#252, vllm#9423: byte for byte, and the guesses are made."""
+    """Byte for byte, and the guesses are made."""
     guessed = 0
     for seed in range(trials(6, 2)):
         wide = Settings(temperature=1.0, top_k=0, top_p=0)
@@ -354,7 +354,7 @@ def test_a_filter_with_drafts_is_the_filter_alone(how: str, kind: Any) -> None:
 
 @pytest.mark.covers("generators: filter-base", "filters: border-types")
 def test_a_filter_of_the_old_interface_still_runs() -> None:
-    """tabby#200: no clone, no masks, no background methods; sets; tokens as tensors."""
+    """No clone, no masks, no background methods; sets; tokens as tensors."""
 
     class Old:
         def __init__(self) -> None:
@@ -376,7 +376,7 @@ def test_a_filter_of_the_old_interface_still_runs() -> None:
 
 
 def test_a_json_filter_ends_in_valid_json_or_says_it_was_cut(fable: ExLlamaV2DynamicGenerator) -> None:
-    """formatron#23."""
+    """An object with closed properties."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -400,7 +400,7 @@ def test_a_json_filter_ends_in_valid_json_or_says_it_was_cut(fable: ExLlamaV2Dyn
 
 @pytest.mark.covers("generators: random-numbers")
 def test_random_streams_of_a_batch_are_independent() -> None:
-    """exl2#186: equal prompts under different seeds do not move together."""
+    """Equal prompts under different seeds do not move together."""
     flat = Settings(temperature=1.0, top_k=0, top_p=0, token_repetition_penalty=1.0)
     generator = make(cache_tokens=4096, max_batch_size=16)
     generator.model.scale = 0.0  # type: ignore[attr-defined]
@@ -416,7 +416,7 @@ def test_random_streams_of_a_batch_are_independent() -> None:
 
 
 def test_bitwise_equality_of_repeat_batch_chunks_and_cache(fable: ExLlamaV2DynamicGenerator) -> None:
-    """exl2#232, atoma-infer#257, vllm#51187."""
+    """The same request gives the same bytes in any batch, with any chunk size, and from the cache."""
     prompt = fable.tokenizer.encode("Once upon a time, there was a small fox. " * 12, add_bos=True)
     seen = set()
     for batch, chunk, warm in ((1, None, False), (1, None, True), (32, None, True), (1, 256, False), (5, 256, True)):
@@ -438,7 +438,7 @@ def test_bitwise_equality_of_repeat_batch_chunks_and_cache(fable: ExLlamaV2Dynam
 
 @pytest.mark.full
 def test_ten_thousand_requests_leave_nothing_and_get_no_slower() -> None:
-    """exl2#533, exl3#207: with n-gram guesses."""
+    """With n-gram guesses."""
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=64))
     generator = ExLlamaV2DynamicGenerator(
         model,
@@ -481,7 +481,7 @@ def test_ten_thousand_requests_leave_nothing_and_get_no_slower() -> None:
 
 
 def test_samplers_do_not_stop_early(fable: ExLlamaV2DynamicGenerator) -> None:
-    """textgen#6414: XTC, DRY and the cuts never end a text by themselves."""
+    """XTC, DRY and the cuts never end a text by themselves."""
     assert isinstance(fable.model, ExLlamaV2)
     eos = fable.model.config.eos_token_ids[0]
     for extra in (
@@ -498,7 +498,7 @@ def test_samplers_do_not_stop_early(fable: ExLlamaV2DynamicGenerator) -> None:
 
 @pytest.mark.covers("generators: async", "generators: draft-model")
 def test_an_async_generator_with_a_draft_model() -> None:
-    """exl2#564."""
+    """The text is that of the model alone."""
 
     async def main() -> list[str]:
         config = ScriptedConfig(vocab_size=VOCAB, max_seq_len=256)
@@ -520,40 +520,9 @@ def test_an_async_generator_with_a_draft_model() -> None:
 
 
 def test_text_of_a_job_is_the_tokenizers_own(fable: ExLlamaV2DynamicGenerator) -> None:
-    """exl2#54, exl2#49, textgen#4183: what special tokens do to text is what the tokenizer says."""
+    """The tokenizer alone decides how special tokens appear in the text."""
     tokenizer = fable.tokenizer
     for shown in (False, True):
         one = ExLlamaV2DynamicJob(tokenizer.encode("One day,", add_bos=True), 60, seed=2, decode_special_tokens=shown)
         results = run(fable, one)
         assert streamed_text(results) == tokenizer.decode(torch.tensor(streamed_tokens(results)), shown)
-
-
-#: rows of pitfalls.md 3 that concern generation; the others are about kernels, loading, conversion and devices
-ROWS = {
-    "all ids of an EOS list stop generation": "all_ids_of_an_eos_list_stop_generation",
-    "sampler with odd vocabularies; padded ids": "padded_ids_are_never_sampled",
-    "prompt + max_new at, under and over the cache": "prompt_and_output_at_one_under_and_one_over_the_cache",
-    "CFG job larger than the cache is refused": "a_cfg_job_larger_than_the_cache_is_refused_at_enqueue",
-    "change of LoRA": "a_change_of_lora_does_not_hit_pages_made_under_another",
-    "cancel in each phase": "cancel_in_each_phase",
-    "16 threads, several event loops": "jobs_from_sixteen_threads_and_several_event_loops_and_other_tasks",
-    "stop_conditions as str": "a_bare_string_of_stop_conditions_is_an_error_and_a_special_stop_string_works",
-    "stop string over token boundaries": "a_stop_string_over_token_boundaries_never_leaks",
-    "CJK and emoji": "characters_split_over_tokens_arrive_whole",
-    "added and special tokens": "text_of_a_job_is_the_tokenizers_own",
-    "filter leaves no token": "a_filter_that_leaves_no_token_ends_its_job_with_a_reason",
-    "select filter without prefix": "a_select_filter_without_a_prefix_ends_with_an_option",
-    "filter + draft": "a_filter_with_drafts_is_the_filter_alone",
-    "filters of the 0.2.0 interface": "a_filter_of_the_old_interface_still_runs",
-    "JSON filter": "a_json_filter_ends_in_valid_json_or_says_it_was_cut",
-    "RNG streams of a batch": "random_streams_of_a_batch_are_independent",
-    "bitwise equality": "bitwise_equality_of_repeat_batch_chunks_and_cache",
-    "10 000 requests": "ten_thousand_requests_leave_nothing_and_get_no_slower",
-    "XTC, DRY: no early stop (their values: test_sampling.py)": "samplers_do_not_stop_early",
-    "async generator with a draft model": "an_async_generator_with_a_draft_model",
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row_that_concerns_generation_has_its_test(row: str) -> None:
-    assert callable(globals()[f"test_{ROWS[row]}"])

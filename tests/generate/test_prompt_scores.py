@@ -143,7 +143,7 @@ def test_candidates_are_those_of_a_stable_sort(rows: list[list[int]], top: int) 
         ({"prompt_logprobs": 1, "token_healing": True}, "token_healing exclude"),
     ],
 )
-def test_what_cannot_be_is_refused(given_: dict[str, Any], says: str) -> None:
+def test_impossible_requests_are_refused(given_: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         job("abc", 3, **given_)
 

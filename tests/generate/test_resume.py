@@ -49,7 +49,7 @@ def test_ids_that_the_job_would_not_have_produced_are_refused(
 @pytest.mark.parametrize(
     "given", [7, "ab", [1.5], [-1], [True], torch.tensor([0.5]), torch.zeros(2, 3, dtype=torch.long)]
 )
-def test_what_are_no_ids_is_refused(given: Any) -> None:
+def test_values_that_are_no_ids_are_refused(given: Any) -> None:
     with pytest.raises(RequestError, match="resume_from"):
         job("abc", 4, resume_from=given)
 

@@ -432,7 +432,7 @@ def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: i
 @pytest.mark.parametrize("size", [1, 31, 33, 151, 40_001])
 @pytest.mark.covers("generators: logit-bias")
 def test_padding_is_never_sampled_at_any_vocabulary_size(size: int) -> None:
-    """Regression exl2#778: odd vocabulary sizes."""
+    """Vocabulary sizes that are no multiple of 32."""
     tokenizer = ScriptedTokenizer([], ScriptedConfig(vocab_size=size))
     tokenizer.pieces = [b"x"] * size
     row = np.full(-(-size // 32) * 32, 5.0, dtype=np.float32)

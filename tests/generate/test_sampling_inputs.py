@@ -323,7 +323,7 @@ def test_sampling_without_a_tokenizer_chooses_of_the_whole_row(fields: dict[str,
         ({}, {"prefix_token": torch.tensor([[3]])}),
     ],
 )
-def test_what_needs_the_text_of_tokens_asks_for_the_tokenizer(fields: dict[str, Any], options: dict[str, Any]) -> None:
+def test_settings_that_need_token_texts_ask_for_the_tokenizer(fields: dict[str, Any], options: dict[str, Any]) -> None:
     settings = Settings(**{**NEUTRAL, **fields})
     with pytest.raises(RequestError, match="tokenizer is None"):
         ExLlamaV2Sampler.sample(row(), settings, torch.tensor([[3, 4]]), 0.5, None, **options)

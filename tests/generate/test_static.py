@@ -63,7 +63,7 @@ def test_simple_generation_equals_the_dynamic_generators() -> None:
     [5.5, "x", b"x", [object()], {"a": 1}, object(), torch.zeros(2)],
     ids=["float", "text", "bytes", "list", "dict", "object", "tensor"],  # the same in every process
 )
-def test_what_is_of_another_type_is_refused_by_its_name(junk: Any) -> None:
+def test_arguments_of_another_type_are_named_in_the_error(junk: Any) -> None:
     """By the static generators, as by the dynamic one: no TypeError out of the middle of something."""
     base, prompt = ExLlamaV2BaseGenerator(*parts()), TOKENIZER.encode("the cat")
     for name in ("num_tokens", "seed", "stop_token", "abort_event", "filters"):
@@ -324,7 +324,7 @@ def test_banned_strings_report_what_was_suppressed() -> None:
 
 @pytest.mark.covers("generators: stream-begin", "generators: stream-banned-strings")
 @pytest.mark.parametrize("healing", [False, True])
-def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
+def test_requested_results_are_there_without_a_token(healing: bool) -> None:
     """Held text and text taken back: a call without a token has tensors of none, and the older form all its values."""
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad hi yo", 2, EOS)))
     generator.set_stop_conditions(["yo"])

@@ -60,7 +60,7 @@ def test_a_folder_without_model_is_refused(tmp_path: Path) -> None:
         TextTokenizer.from_folder(tmp_path)
 
 
-def test_what_a_user_spells_stays_text(pair) -> None:
+def test_special_tokens_spelled_by_a_user_stay_text(pair) -> None:
     plain, _ = pair
     for spelling, token in plain.extended_piece_to_id.items():
         if not spelling:

@@ -161,7 +161,7 @@ def test_no_more_threads_than_are_needed() -> None:
     assert workers.filter_pool() is workers.filter_pool()
 
 
-def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
+def test_finished_work_is_not_counted_when_its_callbacks_run() -> None:
     """The next work to be submitted then finds a thread."""
     with pool_of(8) as pool:
         for work in (time.sleep, "no function"):

@@ -67,7 +67,7 @@ def test_against_float64(activation: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 64])
-def test_what_all_rows_share(rows: int) -> None:
+def test_rows_with_shared_experts_and_residuals(rows: int) -> None:
     experts = experts_of("exl2-128", 6, 256, 192)
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 6, 2)
@@ -266,7 +266,7 @@ def test_equally_likely_experts_are_taken_in_order() -> None:
     assert torch.equal(ids, ids[:, :1] + torch.arange(0, 32, 4).cuda())
 
 
-def test_what_cannot_share_launches() -> None:
+def test_experts_that_cannot_share_launches() -> None:
     experts = experts_of("exl2-128", 3, 256, 192)
     assert why_apart(experts, "silu") is None
     assert "1025 experts a row" in str(why_apart(experts, "silu", MOST_PAIRS + 1))

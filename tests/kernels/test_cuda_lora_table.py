@@ -59,7 +59,7 @@ def test_every_row_gets_its_own(inputs: int, outputs: int, rows: int) -> None:
         assert torch.equal(single, found[row : row + 1])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_entries_that_do_not_fit_are_refused() -> None:
     assert LoraEntry.of(torch.ones(4, 12), torch.ones(8, 4), None, 1.0, DEVICE) is None
     assert LoraEntry.of(torch.ones(4, 16), torch.ones(7, 4), None, 1.0, DEVICE) is None
     assert LoraEntry.of(torch.full((4, 16), 1e6), torch.ones(8, 4), None, 1.0, DEVICE) is None

@@ -52,7 +52,7 @@ names.before = {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33, 64])
-def test_what_is_selected_is_launched(rows: int) -> None:
+def test_the_selected_kernel_is_launched(rows: int) -> None:
     card = Card.device(torch.cuda.current_device())
     made = [matrix(n, seed) for seed, n in enumerate((512, 512))]
     quantized, shapes = [m for m, _ in made], [shape for _, shape in made]

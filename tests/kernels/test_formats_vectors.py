@@ -1,4 +1,4 @@
-"""The numeric vectors of formats.md 8.1 to 8.4, which another program made, against the native code and its twin."""
+"""The numeric vectors that another program made, against the native code and its twin."""
 
 import hashlib
 from collections.abc import Callable

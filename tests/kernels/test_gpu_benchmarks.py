@@ -45,7 +45,7 @@ def bench(folder: Path, script: str, *parts: str, **settings: str) -> subprocess
     )
 
 
-def test_what_was_measured_is_kept_when_parts_fail_or_are_cut_off(tmp_path: Path) -> None:
+def test_measurements_are_kept_when_parts_fail_or_are_cut_off(tmp_path: Path) -> None:
     packed = tmp_path / "packed.tgz"
     done = bench(tmp_path, "bench_all.sh", "gemv", "attn", "roof", PACKED=str(packed))
     assert done.returncode == 1

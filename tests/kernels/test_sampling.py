@@ -185,7 +185,7 @@ def test_a_masked_odd_logit_of_a_pair_is_seen(odd: float, which: str, greedy: bo
         assert same(sampling.sample([alone])[0], twin.sample(alone))
 
 
-def test_what_the_positive_prompt_excludes_stays_excluded() -> None:
+def test_tokens_that_the_positive_prompt_excludes_stay_excluded() -> None:
     x, y = torch.randn(20), torch.randn(20)
     x[5] = y[5] = x[6] = float("-inf")
     for scale in (-0.5, 0.5, 1.7):

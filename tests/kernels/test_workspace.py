@@ -72,7 +72,7 @@ def test_memory_may_be_forgotten_while_another_thread_looks_for_it(
 
 @pytest.mark.cuda
 @pytest.mark.needs("wgmma|mma_pipeline")
-def test_what_is_queued_outlives_its_memory() -> None:
+def test_queued_work_outlives_its_memory() -> None:
     """On streams of its own, with what another stream writes to free memory meanwhile."""
     generator = torch.Generator().manual_seed(5)
     k = 4096

@@ -132,7 +132,7 @@ def test_the_library_s_tokens(fable: EngineThread) -> None:
         ({"seeds": ()}, "invalid_value"),
     ],
 )
-def test_what_cannot_run_is_refused_at_once(fable: EngineThread, fields: dict[str, Any], code: str) -> None:
+def test_impossible_requests_are_refused_at_once(fable: EngineThread, fields: dict[str, Any], code: str) -> None:
     async def work(engine: LocalEngine) -> str:
         sink = Sink()
         with pytest.raises(ServeError) as caught:

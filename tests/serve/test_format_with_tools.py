@@ -235,7 +235,7 @@ def test_a_call_beside_such_choices_is_a_call(contents: list[str], size: int) ->
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
-def test_what_a_pattern_allows_is_no_call(form: str, tokenizer: TextTokenizer) -> None:
+def test_texts_that_a_pattern_allows_are_no_calls(form: str, tokenizer: TextTokenizer) -> None:
     """A pattern may match texts that begin as a call does: the grammar leaves these out, so each text is one thing."""
     assert FORMATS[form].call is not None
     marker = (FORMATS[form].call or ("",))[0]

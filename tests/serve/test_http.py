@@ -192,7 +192,7 @@ def test_bodies_are_read_as_they_are_where_urls_are_cut_out(data: Any) -> None:
 
 @settings(max_examples=trials(300, 30))
 @given(inside=st.lists(PIECES, max_size=8))
-def test_what_is_no_json_is_none_where_urls_are_cut_out(inside: list[str]) -> None:
+def test_bodies_that_are_no_json_stay_none_where_urls_are_cut_out(inside: list[str]) -> None:
     body = ('{"x":' + "".join(inside) + "}").encode()
 
     def read() -> Any:

@@ -560,7 +560,7 @@ XSS = [
 ]
 
 
-def test_what_a_model_writes_is_text(page: webdriver.Chrome) -> None:
+def test_markup_written_by_a_model_stays_text(page: webdriver.Chrome) -> None:
     until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
     saved = [{"role": "assistant", "content": text, "reasoning": text, "model": text} for text in XSS]
     page.execute_script("localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", saved)

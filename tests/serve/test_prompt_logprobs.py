@@ -120,7 +120,7 @@ def test_the_sum_over_a_continuation_is_what_the_model_would_say(http: httpx.Cli
     assert forced < 0
 
 
-def test_what_was_generated_is_scored_as_it_was(http: httpx.Client) -> None:
+def test_generated_tokens_get_the_scores_of_their_generation(http: httpx.Client) -> None:
     first = complete(http, prompt=TEXT, max_tokens=12, logprobs=2)["choices"][0]["logprobs"]
     ids = http.post("/tokenize", json={"model": "fable", "prompt": TEXT}).json()["tokens"]
     answer = http.post(
@@ -152,7 +152,7 @@ def test_a_prompt_may_fill_the_context(http: httpx.Client, fable: EngineThread) 
         ({"echo": True, "logprobs": 1, "token_healing": True}, "token_healing"),
     ],
 )
-def test_what_cannot_be_is_refused(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_impossible_requests_are_refused(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     answer = http.post("/v1/completions", json={"model": "fable", "prompt": "x", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

@@ -176,7 +176,7 @@ def test_a_late_report_does_not_hide_what_was_sent_meanwhile() -> None:
     assert {load.sent_tokens for load in index.loads.values()} == {0.0}
 
 
-def test_what_never_arrives_is_not_counted_for_ever() -> None:
+def test_messages_that_never_arrive_are_not_counted_for_ever() -> None:
     now = [0.0]
     index = Index(256, clock=lambda: now[0])
     index.keep(["a"])

@@ -332,7 +332,7 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
         ),
     ],
 )
-def test_what_is_refused_is_named(server: LiveServer, more: dict[str, Any], param: str, code: str) -> None:
+def test_refused_fields_are_named(server: LiveServer, more: dict[str, Any], param: str, code: str) -> None:
     body = {"model": "fable", "input": "x", **more}
     for stream in (False, True):
         content = json.dumps(body | {"stream": stream})  # httpx's own has no lone surrogates

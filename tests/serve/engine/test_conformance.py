@@ -322,7 +322,7 @@ def slow(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
     return thread
 
 
-def test_who_leaves_hears_of_what_had_not_ended(slow: EngineThread) -> None:
+def test_a_leaving_client_hears_of_unfinished_completions(slow: EngineThread) -> None:
     """The first completion is ahead of the others, which wait for its prompt."""
 
     async def work() -> None:

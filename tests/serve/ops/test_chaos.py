@@ -379,7 +379,9 @@ def check_drain(server: Served) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
-def test_what_outlives_a_drain_ends_with_an_error(served: Callable[..., Served], tmp_path: Path, how: str) -> None:
+def test_requests_that_outlive_a_drain_end_with_an_error(
+    served: Callable[..., Served], tmp_path: Path, how: str
+) -> None:
     server = served(*configured(tmp_path, f"drain.timeout = {0 if how == 'timeout' else -1}")).up()
     (engine,) = server.children("exl_serve.engine")
     rest: list[str] = []

@@ -204,7 +204,7 @@ def test_behind_a_trusted_proxy_each_client_has_so_many_requests() -> None:
     run(Limits(max_connections_per_address=2), work, ("127.0.0.0/8",))
 
 
-def test_what_a_client_itself_forwards_is_not_believed() -> None:
+def test_a_clients_own_forwarding_header_is_not_believed() -> None:
     async def work(port: int) -> None:
         open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         spoofed = b"GET / HTTP/1.1\r\nhost: a\r\nx-forwarded-for: 203.0.113.5\r\n\r\n"

@@ -273,7 +273,7 @@ def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped:
 
 @pytest.mark.full  # tests/serve/test_processes.py reads the metrics of a server, tests/serve/test_http.py and
 # test_other_fields.py count refusals and ignored fields
-def test_what_requests_took_is_measured(cramped: Server) -> None:
+def test_durations_of_requests_are_measured(cramped: Server) -> None:
     for _ in range(3):
         assert cramped.complete("a").status_code == 200
     assert httpx.get(f"{cramped.url}/nothing", timeout=180).status_code == 404

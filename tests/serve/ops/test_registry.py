@@ -78,7 +78,7 @@ def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
     assert h.states() == {"a": "ready", "b": "unloaded", "c": "ready"}
 
 
-def test_who_works_is_pinned_or_was_used_lately_stays() -> None:
+def test_busy_pinned_and_recently_used_models_stay() -> None:
     h = Harness(model("a", pinned=True), model("b"), model("c"))
     for id in ("a", "b"):
         h.registry.load(id)

@@ -37,7 +37,7 @@ PAINS: dict[int, Pain] = {
         (
             "pains/test_over_http.py::test_a_strict_schema_holds_at_the_highest_temperature",
             "stream/test_syntaxes.py::test_a_schema_that_the_syntax_cannot_follow_is_refused",
-            "tests/filters/test_json_schemas.py::test_what_is_complete_is_valid",
+            "tests/filters/test_json_schemas.py::test_complete_outputs_are_valid",
             "tests/filters/test_json_schema_suite.py::test_no_case_is_worse_than_the_baseline",
         ),
     ),
@@ -134,7 +134,7 @@ PAINS: dict[int, Pain] = {
         (
             "test_processes.py::test_a_drain_lets_streams_finish",
             "ops/test_chaos.py::test_a_drain_refuses_new_requests_and_finishes_old_ones",
-            "ops/test_chaos.py::test_what_outlives_a_drain_ends_with_an_error",
+            "ops/test_chaos.py::test_requests_that_outlive_a_drain_end_with_an_error",
             "tests/install/ray_cluster.py::test_a_new_version_takes_over_without_errors",
         ),
     ),
@@ -205,7 +205,7 @@ PAINS: dict[int, Pain] = {
         (
             "security/test_bodies.py::test_no_pattern_takes_for_ever",
             "security/test_bodies.py::test_a_grammar_without_an_end_is_refused",
-            "tests/filters/test_compile_budget.py::test_what_would_not_end_is_ended",
+            "tests/filters/test_compile_budget.py::test_an_endless_compilation_is_ended",
         ),
     ),
     25: Pain(
@@ -227,7 +227,7 @@ PAINS: dict[int, Pain] = {
         "Metrics of several processes are wrong or missing.",
         (
             "pains/test_over_http.py::test_counts_of_several_workers_are_one_sum",
-            "ops/test_operation.py::test_what_requests_took_is_measured",
+            "ops/test_operation.py::test_durations_of_requests_are_measured",
         ),
     ),
     29: Pain(
@@ -292,8 +292,8 @@ PAINS: dict[int, Pain] = {
     39: Pain(
         "Control tokens typed by a user, or returned by a tool, forge turns.",
         (
-            "security/test_bodies.py::test_what_clients_spell_is_no_special_token",
-            "tests/generate/test_text_tokenizer.py::test_what_a_user_spells_stays_text",
+            "security/test_bodies.py::test_special_tokens_spelled_by_clients_stay_text",
+            "tests/generate/test_text_tokenizer.py::test_special_tokens_spelled_by_a_user_stay_text",
             "test_channels.py::test_text_cannot_forge_a_marker_that_is_a_token",
         ),
     ),

@@ -194,7 +194,7 @@ MAKERS: list[Callable[[str], list[dict[str, Any]]]] = [
 ]
 
 
-def test_what_clients_spell_is_no_special_token(http: httpx.Client) -> None:
+def test_special_tokens_spelled_by_clients_stay_text(http: httpx.Client) -> None:
     """In every role and part that a client fills."""
     special = {
         text: token for text, token in FolderText(str(bundled.default_model_dir())).special.items() if text.strip()

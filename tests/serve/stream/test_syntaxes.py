@@ -407,7 +407,7 @@ def drawn(grammar: ExLlamaV2GrammarFilter, tokenizer: TextTokenizer, draw: rando
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_the_grammar_makes_is_read_as_a_call_by_the_schema(form: str, tokenizer: TextTokenizer) -> None:
+def test_texts_of_the_grammar_are_read_as_calls_by_the_schema(form: str, tokenizer: TextTokenizer) -> None:
     grammar = made(form, tokenizer)
     complete = 0
     for seed in range(trials(12, 3)):
