@@ -75,7 +75,7 @@ def on(thread: EngineThread, work: Callable[[LocalEngine], Awaitable[Any]]) -> A
 
 
 def idle(thread: EngineThread) -> bool:
-    """Whether nothing is left of any request, within a few rounds."""
+    """Whether nothing is left of any request, within a few steps."""
     g = thread.generator
     return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host.requests()))
 
@@ -341,7 +341,7 @@ def test_a_paused_request_waits_and_continues(scripted: EngineThread) -> None:
         await sink.until(lambda es: len(es) > 3)
         running.pause()
         seen = 0
-        while len(sink.events) != seen:  # the rounds that were under way
+        while len(sink.events) != seen:  # the steps that were in progress
             seen = len(sink.events)
             await asyncio.sleep(0.2)
         assert not any(isinstance(e, Finished | Failed) for e in sink.events)
@@ -472,8 +472,8 @@ def test_messages_survive_the_wire(fable: EngineThread) -> None:
         wire.Call(1, "x", {"a": 1}),
     ):
         assert wire.decode_to_engine(wire.encode(message)) == message
-    rounds = wire.StepEvents([(1, Tokens(0, (1, 2), "ab")), (2, Failed(0, 500, "t", "c", "m"))])
-    assert wire.decode_to_worker(wire.encode(rounds)) == rounds
+    events = wire.StepEvents([(1, Tokens(0, (1, 2), "ab")), (2, Failed(0, 500, "t", "c", "m"))])
+    assert wire.decode_to_worker(wire.encode(events)) == events
     assert wire.encode(wire.Cancel(3)) == b"\x92\xa6cancel\x03"
 
 

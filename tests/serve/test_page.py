@@ -282,11 +282,11 @@ def test_an_engine_that_fails_in_the_middle(
 ) -> None:
     """The page says so, keeps what has come, and asks again."""
     page.execute_script("document.getElementById('max_tokens').value = '60'")
-    iterate, rounds = slow.generator.iterate_columns, iter(range(1000))
+    iterate, steps = slow.generator.iterate_columns, iter(range(1000))
     with monkeypatch.context() as patch:
 
         def failing() -> Any:
-            if next(rounds) > 20:
+            if next(steps) > 20:
                 raise RuntimeError("a device error, say")
             return iterate()
 

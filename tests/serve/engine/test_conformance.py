@@ -316,7 +316,7 @@ def test_whatever_clients_do_in_whatever_order(place: Place, operations: list[tu
 
 @pytest.fixture
 def slow(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
-    """Rounds of 20 ms; silence alone ends nothing."""
+    """Steps of 20 ms; silence alone ends nothing."""
     monkeypatch.setattr(thread.host, "step_floor", lambda jobs: 0.02)
     monkeypatch.setattr(wire, "SILENCE", float("inf"))
     return thread

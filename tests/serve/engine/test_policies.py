@@ -262,12 +262,12 @@ def test_messages_to_an_engine_by_bytes(data: bytes, message: Any) -> None:
     [
         (b"\x92\xa8accepted\x07", wire.Accepted(7)),
         (
-            b"\x93\xa5round\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90\xc0",
+            b"\x93\xa4step\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90\xc0",
             wire.StepEvents([(7, Tokens(0, (1, 2), "ab"))]),
         ),
-        (b"\x93\xa5round\x91\x92\x07\x94\x01\x00\x05\x09\xc0", wire.StepEvents([(7, Progress(0, 5, 9))])),
+        (b"\x93\xa4step\x91\x92\x07\x94\x01\x00\x05\x09\xc0", wire.StepEvents([(7, Progress(0, 5, 9))])),
         (
-            b"\x93\xa5round\x90\x94\xc4\x0c\x07\0\0\0\0\0\0\0\x01\0\0\0\xc4\x02\x01\0\xc4\x04\x05\0\0\0\x91\xa1a",
+            b"\x93\xa4step\x90\x94\xc4\x0c\x07\0\0\0\0\0\0\0\x01\0\0\0\xc4\x02\x01\0\xc4\x04\x05\0\0\0\x91\xa1a",
             wire.StepEvents([], wire.TokenColumns(wire.address_of(7, 1), b"\x01\0", b"\x05\0\0\0", ["a"])),
         ),
     ],

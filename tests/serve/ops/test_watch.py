@@ -37,10 +37,10 @@ def status(began: float, ended: float) -> EngineStatus:
 
 def test_busy_is_not_stalled_and_stalled_is_ended() -> None:
     watch = Watch(Patience(stall=30, kill=90))
-    for now in range(0, 300, 10):  # long rounds, one after the other
+    for now in range(0, 300, 10):  # long steps, one after the other
         assert watch.look(status(now, now + 10), now, now) == "ok"
     assert watch.look(status(300, 290), 300, 300) == "ok"
-    # The longest round took 10 seconds: 200 are still a round.
+    # The longest step took 10 seconds: 200 are still a step.
     assert watch.look(status(300, 290), 300, 480) == "ok"
     assert watch.look(status(300, 290), 300, 510) == "stalled"
     assert watch.look(status(300, 290), 300, 600) == "kill"

@@ -99,7 +99,7 @@ def _counts(status: EngineStatus) -> dict[str, Any]:
         "pages_free": status.pages_free,
         "prefill_tokens_per_second": round(status.prefill_rate, 1),
         "decode_tokens_per_second": round(status.decode_rate, 1),
-        "rounds": status.step,
+        "steps": status.step,
     }
 
 

@@ -48,7 +48,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE = 16 << 20
 """Most bytes of a message."""
 PING_SECONDS, SILENCE = 2.0, 20.0
@@ -190,7 +190,7 @@ class TokenColumns(msgspec.Struct, array_like=True, frozen=True):
             begin += count
 
 
-class StepEvents(msgspec.Struct, array_like=True, frozen=True, tag="round", tag_field="kind"):
+class StepEvents(msgspec.Struct, array_like=True, frozen=True, tag="step", tag_field="kind"):
     """The events of one step for a worker: pairs of a request's tag and an event, in order; then tokens of completions
     that have no other event in this step.
     """
