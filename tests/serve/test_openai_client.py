@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_serve.config.model import ModelConfig
+from exl_serve.stream.answer_queue import AnswerQueue
 from exl_serve.stream.events import AnswerEvent, Error
-from exl_serve.stream.mailbox import Mailbox
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import until
@@ -493,11 +493,11 @@ def test_the_operator_cancels_all_of_a_request(
 def test_an_error_in_the_middle_ends_the_stream(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = iter(range(10**9))
+    steps = iter(range(10**9))
     iterate = scripted.generator.iterate_columns
 
     def failing() -> Any:
-        if next(rounds) > 20:
+        if next(steps) > 20:
             raise RuntimeError("a device error, say")
         return iterate()
 
@@ -515,27 +515,27 @@ def test_an_error_that_comes_with_the_first_text(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text comes once, role first, and the prompt is counted once."""
-    rounds, iterate = iter(range(10**9)), scripted.generator.iterate_columns
-    put, take, failed = Mailbox.put, Mailbox.take, set[Mailbox]()
+    steps, iterate = iter(range(10**9)), scripted.generator.iterate_columns
+    put, take, failed = AnswerQueue.put, AnswerQueue.take, set[AnswerQueue]()
 
     def failing() -> Any:
-        if next(rounds) > 10:
+        if next(steps) > 10:
             raise RuntimeError("a device error, say")
         return iterate()
 
-    def noted(mailbox: Mailbox, event: AnswerEvent) -> None:
-        put(mailbox, event)
+    def noted(queue: AnswerQueue, event: AnswerEvent) -> None:
+        put(queue, event)
         if isinstance(event, Error):
-            failed.add(mailbox)
+            failed.add(queue)
 
-    async def late(mailbox: Mailbox, seconds: float | None = None) -> Any:
-        while mailbox not in failed:
+    async def late(queue: AnswerQueue, seconds: float | None = None) -> Any:
+        while queue not in failed:
             await asyncio.sleep(0.01)
-        return await take(mailbox, seconds)
+        return await take(queue, seconds)
 
     monkeypatch.setattr(scripted.generator, "iterate_columns", failing)
-    monkeypatch.setattr(Mailbox, "put", noted)
-    monkeypatch.setattr(Mailbox, "take", late)
+    monkeypatch.setattr(AnswerQueue, "put", noted)
+    monkeypatch.setattr(AnswerQueue, "take", late)
     chunks: list[Any] = []
     asked: dict[str, Any] = {"model": "scripted", "messages": STORY, "max_tokens": 500, "stream": True}
     options: Any = {"include_usage": True, "continuous_usage_stats": True}

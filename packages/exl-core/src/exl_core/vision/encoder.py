@@ -81,7 +81,7 @@ class Encoder(ABC):
         """Return the positions from one patch of time to the next, for a video of `fps` frames a second."""
         return 1.0
 
-    def told_grid(self, grid: Grid) -> Grid | None:
+    def reported_grid(self, grid: Grid) -> Grid | None:
         """Return the grid that the language model receives (`ExLlamaV2MMEmbedding.thw_grid`), or None."""
         return None
 

@@ -77,7 +77,7 @@ class QwenEncoder(Encoder):
         s = self.settings
         return s.tokens_per_second * s.temporal_patch / fps if s.gated else 1.0
 
-    def told_grid(self, grid: Grid) -> Grid:
+    def reported_grid(self, grid: Grid) -> Grid:
         """Return the grid itself."""
         return grid
 

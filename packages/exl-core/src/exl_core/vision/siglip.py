@@ -154,7 +154,7 @@ class SiglipEncoder(Encoder):
         pixels = pixels_of(as_rgb(image), s.image_size, s.image_size, s.preprocessing)
         return Picture(pixels, (1, s.patches, s.patches), (s.image_size, s.image_size))
 
-    def told_grid(self, grid: Grid) -> Grid:
+    def reported_grid(self, grid: Grid) -> Grid:
         """Return the grid of the output rows."""
         return 1, self.settings.side, self.settings.side
 

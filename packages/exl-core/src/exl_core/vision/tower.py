@@ -245,7 +245,7 @@ class ExLlamaV2VisionTower:
             model,
             framed.rows.cpu() if embeddings_cpu else framed.rows,
             text_alias,
-            self.encoder.told_grid(picture.grid),
+            self.encoder.reported_grid(picture.grid),
             framed.pre_tokens,
             framed.post_tokens,
             time_step=time_step,

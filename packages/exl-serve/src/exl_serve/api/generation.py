@@ -19,10 +19,10 @@ from exl_serve.errors import ServeError
 from exl_serve.metrics import Gaps
 from exl_serve.request.internal import EngineRequest, MediaRef
 from exl_serve.request.messages import ImagePart
+from exl_serve.stream.answer_queue import AnswerQueue
 from exl_serve.stream.chunks import DONE, Answer
 from exl_serve.stream.events import AnswerEvent, Error
 from exl_serve.stream.family import ChannelMachine
-from exl_serve.stream.mailbox import Mailbox
 
 __all__ = ["Generation", "answer_id", "serve"]
 
@@ -51,7 +51,7 @@ class Generation:
     ) -> None:
         self._engine, self._requests, self._machines = engine, requests, machines
         self._running: list[RunningRequest] = []
-        self.mailbox = Mailbox(self._pause, self._resume)
+        self.queue = AnswerQueue(self._pause, self._resume)
         self._cancelled = False
         #: ends a preparation that is under way
         self._interrupt: Callable[[], None] | None = None
@@ -119,7 +119,7 @@ class Generation:
         """End the generation with an error for the client."""
         for running in self._running:
             running.cancel()
-        self.mailbox.put(Error(0, error.status, error.type, error.code, error.message))
+        self.queue.put(Error(0, error.status, error.type, error.code, error.message))
 
     def is_cancelled(self) -> bool:
         """Whether the generation was cancelled."""
@@ -128,7 +128,7 @@ class Generation:
     def cancel(self) -> None:
         """Cancel all requests, and release everyone who waits for events."""
         self._cancelled = True
-        self.mailbox.close()
+        self.queue.close()
         if self._interrupt is not None:
             self._interrupt()
         for running in self._running:
@@ -137,11 +137,11 @@ class Generation:
     def release(self) -> None:
         """Let go of the engine's requests and of callbacks: nothing happens to it any more. They refer to it, so that
         only the garbage collector, which runs rarely, would free them."""
-        self.mailbox.release()
+        self.queue.release()
         self._running.clear()
 
     def _sink(self, base: int) -> Callable[[EngineEvent], None]:
-        machines, put = self._machines, self.mailbox.put
+        machines, put = self._machines, self.queue.put
 
         def take(event: EngineEvent) -> None:
             self.started = True
@@ -221,7 +221,7 @@ async def _whole(
     call: Call, generation: Generation, answer: Answer, extra: Callable[[Answer], dict[str, Any]] | None
 ) -> None:
     while not answer.finished:
-        events = await generation.mailbox.take()
+        events = await generation.queue.take()
         if generation.is_cancelled():
             return
         _first(generation)
@@ -257,7 +257,7 @@ async def _beginning(
     chunks: list[dict[str, Any]] = []
     end = loop.time() + seconds
     while not chunks and not answer.finished and (left := end - loop.time()) > 0:
-        new = await generation.mailbox.take(left)
+        new = await generation.queue.take(left)
         if generation.is_cancelled():
             break
         events += new
@@ -291,9 +291,9 @@ async def _pieces(
             await call.write(data or b": ping\n\n", more=True)
             writing.end()
             if data and interval > 1:  # the first token does not wait for others
-                generation.mailbox.set_interval(interval)
-        generation.mailbox.written()
-        events = await generation.mailbox.take(server.ping_seconds)
+                generation.queue.set_interval(interval)
+        generation.queue.written()
+        events = await generation.queue.take(server.ping_seconds)
         if generation.is_cancelled():
             return
         chunks = answer.chunks(events)

@@ -1,1 +1,1 @@
-"""Turn the engine's events into the client's: channels, mailboxes, chunks."""
+"""Turn the engine's events into the client's: channels, queues, chunks."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from exl_serve.stream.events import AnswerEvent, Content, Error, Reasoning, ToolArgs
 
-__all__ = ["HIGH_WATER", "LOW_WATER", "Mailbox"]
+__all__ = ["HIGH_WATER", "LOW_WATER", "AnswerQueue"]
 
 HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
 """Waiting characters: above the first number the request is paused, below the second it continues."""
@@ -18,7 +18,7 @@ HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
 Piece = Content | Reasoning | ToolArgs
 
 
-class Mailbox:
+class AnswerQueue:
     """Events of one answer, in order. `put` never blocks; `take` waits for events and returns them."""
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:

@@ -7,55 +7,55 @@ import gc
 import weakref
 
 from exl_serve.engine.events import Usage
+from exl_serve.stream.answer_queue import AnswerQueue
 from exl_serve.stream.events import AnswerEvent, Content, Error, Finish
-from exl_serve.stream.mailbox import Mailbox
 
 SOON, NEVER = 0.01, 1000.0
 
 
 def test_a_wait_gives_up() -> None:
     async def run() -> None:
-        box = Mailbox()
-        assert await box.take(SOON) == []
-        assert await box.take(SOON) == []
-        box.put(Content(0, "a"))
-        assert [event.text for event in await box.take(SOON) if isinstance(event, Content)] == ["a"]
-        box.release()
+        queue = AnswerQueue()
+        assert await queue.take(SOON) == []
+        assert await queue.take(SOON) == []
+        queue.put(Content(0, "a"))
+        assert [event.text for event in await queue.take(SOON) if isinstance(event, Content)] == ["a"]
+        queue.release()
 
     asyncio.run(run())
 
 
 def test_an_earlier_wait_does_not_end_a_later_one() -> None:
     async def run() -> None:
-        box = Mailbox()
+        queue = AnswerQueue()
         for first, second in ((SOON, NEVER), (NEVER, SOON), (SOON, None)):
-            waiting = asyncio.create_task(box.take(first))
+            waiting = asyncio.create_task(queue.take(first))
             await asyncio.sleep(0)
-            box.put(Content(0, "a"))
+            queue.put(Content(0, "a"))
             assert await waiting
-            later = asyncio.create_task(box.take(second))
+            later = asyncio.create_task(queue.take(second))
             await asyncio.sleep(5 * SOON)
             if second == SOON:
                 assert await later == []
                 continue
             assert not later.done()
-            box.put(Content(0, "b"))
+            queue.put(Content(0, "b"))
             assert await later
-        box.release()
+        queue.release()
 
     asyncio.run(run())
 
 
 def test_a_box_that_is_closed_keeps_no_timer() -> None:
     async def run() -> None:
-        box = Mailbox()
-        waiting = asyncio.create_task(box.take(NEVER))
+        queue = AnswerQueue()
+        waiting = asyncio.create_task(queue.take(NEVER))
         await asyncio.sleep(0)
-        box.close()
+        queue.close()
         assert await waiting == []
-        assert await box.take(NEVER) == []
-        kept = weakref.ref(box)
-        del box, waiting
+        assert await queue.take(NEVER) == []
+        kept = weakref.ref(queue)
+        del queue, waiting
         gc.collect()
         assert kept() is None, "a timer of the event loop holds it"
 
@@ -64,35 +64,35 @@ def test_a_box_that_is_closed_keeps_no_timer() -> None:
 
 def test_each_choice_waits_for_its_own_tokens() -> None:
     async def run() -> None:
-        box = Mailbox()
+        queue = AnswerQueue()
 
         def put(choice: int, tokens: int) -> None:
             for _ in range(tokens):
-                box.put(Content(choice, "a", (1,)))
+                queue.put(Content(choice, "a", (1,)))
 
         def sizes(events: list[AnswerEvent]) -> dict[int, int]:
             return {one.choice: len(one.ids) for one in events if isinstance(one, Content)}
 
         put(0, 3)
         put(1, 2)
-        box.set_interval(4)
-        assert sizes(await box.take(SOON)) == {0: 3, 1: 2}, "it has waited long enough"
+        queue.set_interval(4)
+        assert sizes(await queue.take(SOON)) == {0: 3, 1: 2}, "it has waited long enough"
         put(0, 3)
         put(1, 2)
-        waiting = asyncio.create_task(box.take(NEVER))
+        waiting = asyncio.create_task(queue.take(NEVER))
         await asyncio.sleep(0)
         assert not waiting.done()
         put(0, 1)
         assert sizes(await waiting) == {0: 4}
-        assert box.size == 2
-        box.put(Finish(0, "stop", None, Usage(prompt_tokens=1, completion_tokens=7)))
-        assert [type(one) for one in await box.take(NEVER)] == [Finish]
+        assert queue.size == 2
+        queue.put(Finish(0, "stop", None, Usage(prompt_tokens=1, completion_tokens=7)))
+        assert [type(one) for one in await queue.take(NEVER)] == [Finish]
         put(1, 2)
-        assert sizes(await box.take(NEVER)) == {1: 4}
+        assert sizes(await queue.take(NEVER)) == {1: 4}
         put(1, 1)
         put(2, 1)
-        box.put(Error(0, 500, "server_error", "engine_error", "failed"))
-        assert sizes(await box.take(NEVER)) == {1: 1, 2: 1}
-        box.release()
+        queue.put(Error(0, 500, "server_error", "engine_error", "failed"))
+        assert sizes(await queue.take(NEVER)) == {1: 1, 2: 1}
+        queue.release()
 
     asyncio.run(run())

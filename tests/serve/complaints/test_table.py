@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Pain(NamedTuple):
+class Complaint(NamedTuple):
     """A complaint, and the tests against it: files in `tests/serve`, or from the root."""
 
     what: str
@@ -21,8 +21,8 @@ class Pain(NamedTuple):
     untested: str = ""
 
 
-PAINS: dict[int, Pain] = {
-    1: Pain(
+COMPLAINTS: dict[int, Complaint] = {
+    1: Complaint(
         "Streamed tool calls are cut, doubled, or lack their first part.",
         (
             "stream/test_syntaxes.py::test_calls_are_read_however_they_are_cut",
@@ -32,16 +32,16 @@ PAINS: dict[int, Pain] = {
             "test_openai_client.py::test_the_bundled_model_takes_tools",
         ),
     ),
-    2: Pain(
+    2: Complaint(
         "`strict` or a schema is accepted and not applied.",
         (
-            "pains/test_over_http.py::test_a_strict_schema_holds_at_the_highest_temperature",
+            "complaints/test_over_http.py::test_a_strict_schema_holds_at_the_highest_temperature",
             "stream/test_syntaxes.py::test_a_schema_that_the_syntax_cannot_follow_is_refused",
             "tests/filters/test_json_schemas.py::test_complete_outputs_are_valid",
             "tests/filters/test_json_schema_suite.py::test_no_case_is_worse_than_the_baseline",
         ),
     ),
-    3: Pain(
+    3: Complaint(
         "Reasoning and tools exclude each other, markers leak, a budget cuts a call.",
         (
             "test_channels.py::test_a_format_begins_behind_the_reasoning",
@@ -51,14 +51,14 @@ PAINS: dict[int, Pain] = {
             "test_reasoning_budget.py::test_a_budget_and_a_schema",
         ),
     ),
-    4: Pain(
+    4: Complaint(
         "The field with the reasoning changes its name.",
         (
-            "pains/test_over_http.py::test_the_field_of_the_reasoning_has_the_configured_name",
+            "complaints/test_over_http.py::test_the_field_of_the_reasoning_has_the_configured_name",
             "test_other_fields.py::test_answers_without_a_content_are_taken_back",
         ),
     ),
-    5: Pain(
+    5: Complaint(
         "The client has left, and the generation goes on.",
         (
             "test_openai_client.py::test_leaving_in_the_middle_frees_everything",
@@ -69,7 +69,7 @@ PAINS: dict[int, Pain] = {
             "tests/install/ray_cluster.py::test_clients_that_leave_hold_nothing",
         ),
     ),
-    6: Pain(
+    6: Complaint(
         "Health says yes while nothing moves, or no while the engine is busy.",
         (
             "ops/test_watch.py::test_busy_is_not_stalled_and_stalled_is_ended",
@@ -81,10 +81,10 @@ PAINS: dict[int, Pain] = {
             "test_probe.py::test_a_long_queue_is_no_failure",
         ),
     ),
-    7: Pain(
+    7: Complaint(
         "A tokenizer, a template, an image or a huge body blocks all streams.",
         (
-            "pains/test_over_http.py::test_a_long_text_is_encoded_beside_the_loop",
+            "complaints/test_over_http.py::test_a_long_text_is_encoded_beside_the_loop",
             "test_http.py::test_a_large_body_is_read_beside_the_loop",
             "tests/generate/test_text_tokenizer.py::test_a_slow_template_does_not_stop_the_others",
             "test_images.py::test_more_requests_than_may_wait_for_a_decoder_are_refused",
@@ -92,44 +92,44 @@ PAINS: dict[int, Pain] = {
         ),
         "how long the loop is blocked: a figure of `make bench-serve`",
     ),
-    8: Pain(
+    8: Complaint(
         "The server's CPU time limits the GPU.",
         (),
         "throughput and delays are figures of `make bench-serve` and benchmarks/bench_http.py; tests measure no speed",
     ),
-    9: Pain(
+    9: Complaint(
         "An error hides in a 200, or the stream just stops.",
         (
-            "pains/test_over_http.py::test_an_error_at_any_step_ends_a_stream_with_an_error",
+            "complaints/test_over_http.py::test_an_error_at_any_step_ends_a_stream_with_an_error",
             "test_openai_client.py::test_an_error_in_the_middle_ends_the_stream",
             "test_openai_client.py::test_an_error_that_comes_with_the_first_text",
             "test_processes.py::test_an_engine_that_dies_ends_its_streams_with_an_error",
         ),
     ),
-    10: Pain(
+    10: Complaint(
         "A prompt is cut in silence.",
         (
             "test_http.py::test_an_error_of_a_long_prompt_gives_advice_that_can_be_followed",
             "test_openai_client.py::test_refusals",
         ),
     ),
-    11: Pain(
+    11: Complaint(
         "Log-probabilities of minus infinity give a 500; offsets are wrong.",
         (
-            "pains/test_over_http.py::test_log_probabilities_are_finite_numbers",
+            "complaints/test_over_http.py::test_log_probabilities_are_finite_numbers",
             "test_engine.py::test_log_probabilities_are_the_model_s",
             "test_prompt_logprobs.py::test_offsets_are_places_in_the_text",
         ),
     ),
-    12: Pain(
+    12: Complaint(
         "The queue has no end, and everything gets slow for all.",
         (
-            "pains/test_over_http.py::test_too_many_requests_are_refused_at_once_and_the_others_answered",
+            "complaints/test_over_http.py::test_too_many_requests_are_refused_at_once_and_the_others_answered",
             "test_engine.py::test_the_queue_has_an_end",
         ),
         "the delay of accepted requests under overload: a figure",
     ),
-    13: Pain(
+    13: Complaint(
         "Streams are cut when a new version is deployed.",
         (
             "test_processes.py::test_a_drain_lets_streams_finish",
@@ -138,21 +138,21 @@ PAINS: dict[int, Pain] = {
             "tests/install/ray_cluster.py::test_a_new_version_takes_over_without_errors",
         ),
     ),
-    14: Pain("Memory grows over days.", ("test_soak.py::test_requests_and_disconnects_leave_nothing",)),
-    15: Pain(
+    14: Complaint("Memory grows over days.", ("test_soak.py::test_requests_and_disconnects_leave_nothing",)),
+    15: Complaint(
         "Garbage collection pauses streams.",
         ("test_cycles.py::test_requests_leave_no_cycles",),
         "pauses themselves: a figure of `make bench-serve`",
     ),
-    16: Pain(
+    16: Complaint(
         "Stop strings are missed between chunks, or leak.",
         (
-            "pains/test_over_http.py::test_an_answer_ends_before_the_first_stop_string",
+            "complaints/test_over_http.py::test_an_answer_ends_before_the_first_stop_string",
             "test_http.py::test_the_grammar_of_a_stream",
             "tests/generate/test_output.py::test_stream_never_shows_part_of_a_stop_string",
         ),
     ),
-    17: Pain(
+    17: Complaint(
         "A change of models ends others' requests, or loads a model twice.",
         (
             "ops/test_registry.py::Models",
@@ -161,18 +161,18 @@ PAINS: dict[int, Pain] = {
             "ops/test_operation.py::test_models_are_loaded_when_they_are_asked_for_and_by_operators",
         ),
     ),
-    18: Pain(
+    18: Complaint(
         "An adapter that does not exist is loaded with a 200; loading and use race.",
         (
-            "pains/test_over_http.py::test_adapters_come_and_go_while_they_are_used",
+            "complaints/test_over_http.py::test_adapters_come_and_go_while_they_are_used",
             "security/test_access.py::test_adapters_come_from_allowed_folders_only",
         ),
     ),
-    19: Pain(
+    19: Complaint(
         "A long prompt looks dead, and proxies cut the connection.",
-        ("pains/test_over_http.py::test_an_engine_that_computes_silences_no_stream",),
+        ("complaints/test_over_http.py::test_an_engine_that_computes_silences_no_stream",),
     ),
-    20: Pain(
+    20: Complaint(
         "A huge `n`, huge log-probabilities or bodies end the server.",
         (
             "security/test_bodies.py::test_too_much_of_anything_is_refused_with_its_field",
@@ -180,7 +180,7 @@ PAINS: dict[int, Pain] = {
             "test_http.py::test_sizes",
         ),
     ),
-    21: Pain(
+    21: Complaint(
         "Templates run clients' code, or do not end.",
         (
             "test_http.py::test_variables_of_a_template_do_not_change_how_it_is_rendered",
@@ -188,19 +188,19 @@ PAINS: dict[int, Pain] = {
             "ops/test_chaos.py::test_templates_are_rendered_after_their_processes_have_died",
         ),
     ),
-    22: Pain(
+    22: Complaint(
         "URLs of images reach the inner network.",
         ("test_images.py::test_bad_images_are_refused_with_their_place",),
         "remote images are not built: nothing is fetched",
     ),
-    23: Pain(
+    23: Complaint(
         "An image is decoded before its size is checked.",
         (
             "test_images.py::test_requests_with_too_much_are_refused",
             "security/test_decoder.py::test_one_that_takes_too_long_is_ended_and_replaced",
         ),
     ),
-    24: Pain(
+    24: Complaint(
         "A bad grammar ends the server.",
         (
             "security/test_bodies.py::test_no_pattern_takes_for_ever",
@@ -208,29 +208,31 @@ PAINS: dict[int, Pain] = {
             "tests/filters/test_compile_budget.py::test_an_endless_compilation_is_ended",
         ),
     ),
-    25: Pain(
+    25: Complaint(
         "The prefix cache tells one tenant of another's prompts.",
         (
             "security/test_access.py::test_with_salts_no_key_finds_the_pages_of_another",
             "test_openai_client.py::test_salts_share_no_cache",
         ),
     ),
-    26: Pain(
+    26: Complaint(
         "Slow senders hold connections.",
         (
             "ops/test_limits.py::test_slow_headers_end_the_connection_and_nobody_elses",
             "ops/test_limits.py::test_a_body_that_drips_ends_before_its_whole_time",
         ),
     ),
-    27: Pain("Ray adds a delay and costs throughput.", (), "figures, which need a cluster; tests measure no speed"),
-    28: Pain(
+    27: Complaint(
+        "Ray adds a delay and costs throughput.", (), "figures, which need a cluster; tests measure no speed"
+    ),
+    28: Complaint(
         "Metrics of several processes are wrong or missing.",
         (
-            "pains/test_over_http.py::test_counts_of_several_workers_are_one_sum",
+            "complaints/test_over_http.py::test_counts_of_several_workers_are_one_sum",
             "ops/test_operation.py::test_durations_of_requests_are_measured",
         ),
     ),
-    29: Pain(
+    29: Complaint(
         "Speculation loses output or changes it.",
         (
             "test_engine.py::test_several_tokens_of_a_round_are_one_event",
@@ -238,7 +240,7 @@ PAINS: dict[int, Pain] = {
             "tests/generate/test_dynamic_features.py::test_drafting_keeps_max_new_tokens_exact",
         ),
     ),
-    30: Pain(
+    30: Complaint(
         "Parameters are ignored.",
         (
             "test_http.py::test_fields_are_accepted_or_the_error_names_them",
@@ -247,7 +249,7 @@ PAINS: dict[int, Pain] = {
             "test_openai_client.py::test_unknown_fields_are_named",
         ),
     ),
-    31: Pain(
+    31: Complaint(
         "The cache answers with pages of another adapter or image.",
         (
             "tests/generate/test_adapters.py::test_a_change_of_adapters_never_finds_the_pages_of_others",
@@ -256,23 +258,23 @@ PAINS: dict[int, Pain] = {
             "test_equality.py::test_a_few_random_requests",
         ),
     ),
-    32: Pain(
+    32: Complaint(
         "Unloading a model does not return its memory.",
         ("ops/test_operation.py::test_loading_and_unloading_leaves_nothing",),
     ),
-    33: Pain("Nagle's algorithm delays tokens.", ("pains/test_over_http.py::test_packets_are_not_delayed",)),
-    34: Pain(
+    33: Complaint("Nagle's algorithm delays tokens.", ("complaints/test_over_http.py::test_packets_are_not_delayed",)),
+    34: Complaint(
         "A dependency is malicious.",
         ("ops/test_deploy.py::test_every_package_of_the_lock_file_has_a_hash",),
     ),
-    35: Pain(
+    35: Complaint(
         "Answers change with the load.",
         (
             "test_openai_client.py::test_sixty_four_at_once_get_what_each_gets_alone",
             "test_equality.py::test_a_few_random_requests",
         ),
     ),
-    36: Pain(
+    36: Complaint(
         "Usage is missing, early, or in another chunk than clients read.",
         (
             "test_http.py::test_the_grammar_of_a_stream",
@@ -280,16 +282,16 @@ PAINS: dict[int, Pain] = {
             "test_openai_client.py::test_usage_tells_what_was_cached",
         ),
     ),
-    37: Pain(
+    37: Complaint(
         "A wrong model name is answered by whatever is loaded, or a client with a fixed name gets no answer.",
         (
-            "pains/test_over_http.py::test_a_wrong_name_is_answered_by_no_model_unless_configured",
+            "complaints/test_over_http.py::test_a_wrong_name_is_answered_by_no_model_unless_configured",
             "test_other_fields.py::test_no_name_is_no_model",
             "ops/test_worker_models.py::test_a_model_whose_tokenizer_is_being_read_is_listed_as_loading",
         ),
     ),
-    38: Pain("A reload of the page loses a long answer.", (), "not built: a stream ends with its connection"),
-    39: Pain(
+    38: Complaint("A reload of the page loses a long answer.", (), "not built: a stream ends with its connection"),
+    39: Complaint(
         "Control tokens typed by a user, or returned by a tool, forge turns.",
         (
             "security/test_bodies.py::test_special_tokens_spelled_by_clients_stay_text",
@@ -297,9 +299,9 @@ PAINS: dict[int, Pain] = {
             "test_channels.py::test_text_cannot_forge_a_marker_that_is_a_token",
         ),
     ),
-    40: Pain(
+    40: Complaint(
         "A burst of requests delays the answer about health, and the server is ended for it.",
-        ("pains/test_over_http.py::test_health_is_answered_in_a_burst",),
+        ("complaints/test_over_http.py::test_health_is_answered_in_a_burst",),
     ),
 }
 
@@ -313,14 +315,14 @@ def names(path: Path) -> frozenset[str]:
 
 
 def test_every_number_has_tests_or_a_reason() -> None:
-    assert list(PAINS) == list(range(1, 41))
-    for pain in PAINS.values():
-        assert pain.tests or pain.untested, pain.what
+    assert list(COMPLAINTS) == list(range(1, 41))
+    for complaint in COMPLAINTS.values():
+        assert complaint.tests or complaint.untested, complaint.what
 
 
-@pytest.mark.parametrize("number", PAINS)
+@pytest.mark.parametrize("number", COMPLAINTS)
 def test_the_tests_exist(number: int) -> None:
-    for test in PAINS[number].tests:
+    for test in COMPLAINTS[number].tests:
         file, _, name = test.partition("::")
         path = ROOT / (file if file.startswith("tests/") else f"tests/serve/{file}")
         assert name in names(path), test
