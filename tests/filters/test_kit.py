@@ -44,6 +44,8 @@ class TestContractClass(FilterContract):
 @pytest.mark.covers("filters: laws")
 def test_all_laws_are_there():
     assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
+    assert LAWS["LAW-03"].title == "a list is strictly ascending"
+    assert all(law.title for law in LAWS.values())
 
 
 @pytest.mark.sampled(6)

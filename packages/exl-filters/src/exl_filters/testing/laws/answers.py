@@ -22,8 +22,9 @@ def _raw(case: Case) -> tuple[Any, Any, Any]:
     return f, answer[0], answer[1]
 
 
-@law(1, "next() is (None, set or list of ints; container of ints)")
+@law(1)
 def typing(case: Case) -> None:
+    """next() is (None, set or list of ints; container of ints)."""
     _, allowed, ends = _raw(case)
     case.expect(
         allowed is None or isinstance(allowed, set | list),
@@ -36,8 +37,9 @@ def typing(case: Case) -> None:
         case.expect(not wrong, f"{what} holds {wrong[:3]!r}, not ints")
 
 
-@law(2, "allowed and end ids are defined ids of the vocabulary")
+@law(2)
 def vocabulary(case: Case) -> None:
+    """Allowed and end ids are defined ids of the vocabulary."""
     _, allowed, ends = _raw(case)
     for what, ids in (("allowed", allowed or ()), ("end_tokens", ends)):
         wrong = {i for i in ids if not case.vocabulary.is_defined(i)}
@@ -46,16 +48,18 @@ def vocabulary(case: Case) -> None:
         )
 
 
-@law(3, "a list is strictly ascending")
+@law(3)
 def lists(case: Case) -> None:
+    """A list is strictly ascending."""
     _, allowed, _ = _raw(case)
     if isinstance(allowed, list):
         bad = [pair for pair in itertools.pairwise(allowed) if pair[0] >= pair[1]]
         case.expect(not bad, f"the allowed list has {bad[:1]}, which is not ascending")
 
 
-@law(4, "end ids are allowed ids")
+@law(4)
 def ends_allowed(case: Case) -> None:
+    """End ids are allowed ids."""
     _, allowed, ends = _raw(case)
     if allowed is None:
         case.expect(not ends, f"end_tokens {case.show(set(ends))} without an opinion")
@@ -64,16 +68,18 @@ def ends_allowed(case: Case) -> None:
         case.expect(not extra, f"end_tokens {case.show(extra)} are not allowed")
 
 
-@law(19, "control tokens are not matched by their spelling")
+@law(19)
 def specials(case: Case) -> None:
+    """Control tokens are not matched by their spelling."""
     _, allowed, _ = _raw(case)
     named = "names_specials" in case.capabilities
     matched = set(allowed or ()) & case.vocabulary.special_ids - case.stops
     case.expect(named or not matched, f"control ids {case.show(matched)} are allowed")
 
 
-@law(21, "something is allowed until the text is whole")
+@law(21)
 def no_dead_end(case: Case) -> None:
+    """Something is allowed until the text is whole."""
     f = case.make()
     case.walk(f, 4, deep=2)
     if case.over or case.ended(f):

@@ -19,8 +19,9 @@ from exl_filters.testing.laws.law import law
 __all__: list[str] = []
 
 
-@law(12, "a clone is another object in the same state")
+@law(12)
 def clone_equal(case: Case) -> None:
+    """A clone is another object in the same state."""
     f = case.make()
     case.walk(f, 4, deep=2)
     copy = case.clone(f)
@@ -32,8 +33,9 @@ def clone_equal(case: Case) -> None:
     case.equal(case.next(copy), case.next(f), "the clone takes another way with the same tokens")
 
 
-@law(13, "feeding a filter or its clone leaves the other alone")
+@law(13)
 def clone_independent(case: Case) -> None:
+    """Feeding a filter or its clone leaves the other alone."""
     f = case.make()
     case.walk(f, 3)
     copy = case.clone(f)
@@ -47,8 +49,9 @@ def clone_independent(case: Case) -> None:
     case.equal(_observed(got), case.next(copy), "get_next() of a clone is not next()")
 
 
-@law(14, "background evaluation gives the foreground's answer")
+@law(14)
 def background_equal(case: Case) -> None:
+    """Background evaluation gives the foreground's answer."""
     f = case.make()
     case.walk(f, 4)
     expected = case.next(f)
@@ -89,8 +92,9 @@ def background_equal(case: Case) -> None:
             case.equal(_observed(f.get_next()), expected, "after masks in the background")
 
 
-@law(15, "a failure in the background is delivered once and leaves a usable filter")
+@law(15)
 def background_errors(case: Case) -> None:
+    """A failure in the background is delivered once and leaves a usable filter."""
     f = case.make()
 
     def fail() -> Any:
@@ -116,8 +120,9 @@ def background_errors(case: Case) -> None:
         case.equal(_observed(f.get_next()), case.next(f), "no new work can be submitted after a failure")
 
 
-@law(29, "spec() and pickle give an equal filter", needs=["spec"], examples=0.3)
+@law(29, needs=["spec"], examples=0.3)
 def spec_round_trip(case: Case) -> None:
+    """spec() and pickle give an equal filter."""
     f = case.make()
     with _known(f):
         again = from_spec(f.spec(), case.vocabulary)
@@ -151,8 +156,9 @@ def _known(f: Any) -> Iterator[None]:
         registry.unregister(name)
 
 
-@law(30, "clones on threads of their own behave as alone", examples=0.2)
+@law(30, examples=0.2)
 def threads(case: Case) -> None:
+    """Clones on threads of their own behave as alone."""
     f = case.make()
     paths = [case.walk(case.clone(f), 5) for _ in range(4)]
     expected = [_run(case.clone(f), path) for path in paths]

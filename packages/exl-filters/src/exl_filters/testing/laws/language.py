@@ -31,8 +31,9 @@ def _language(case: Case) -> Language:
     return case.language
 
 
-@law(22, "only what keeps the text in the language is allowed", oracle=True)
+@law(22, oracle=True)
 def sound(case: Case) -> None:
+    """Only what keeps the text in the language is allowed."""
     language = _language(case)
     f = case.make()
     text = case.text(case.walk(f, 6, deep=2))
@@ -45,8 +46,9 @@ def sound(case: Case) -> None:
             )
 
 
-@law(23, "all that keeps the text in the language is allowed", level="should", oracle=True, unless="canonical_only")
+@law(23, level="should", oracle=True, unless="canonical_only")
 def complete(case: Case) -> None:
+    """All that keeps the text in the language is allowed."""
     language = _language(case)
     f = case.make()
     path = case.walk(f, 6)
@@ -63,8 +65,9 @@ def complete(case: Case) -> None:
             )
 
 
-@law(24, "every whole text can be reached by every tokenization", oracle=True, unless="canonical_only")
+@law(24, oracle=True, unless="canonical_only")
 def reach(case: Case) -> None:
+    """Every whole text can be reached by every tokenization."""
     language = _language(case)
     f = case.make()
     sentence: bytes = case.draw(language.sentences)
@@ -94,8 +97,9 @@ def reach(case: Case) -> None:
     )
 
 
-@law(25, "stop and end tokens only where the text is whole", oracle=True)
+@law(25, oracle=True)
 def stop_only_when_whole(case: Case) -> None:
+    """Stop and end tokens only where the text is whole."""
     language = _language(case)
     f = case.make()
 
@@ -121,8 +125,9 @@ def stop_only_when_whole(case: Case) -> None:
     check(case.text(path), case.next(f))
 
 
-@law(26, "where the text is whole, it may stop", oracle=True)
+@law(26, oracle=True)
 def whole_may_stop(case: Case) -> None:
+    """Where the text is whole, it may stop."""
     language = _language(case)
     f = case.make()
     path = case.walk(f, 5)
@@ -145,8 +150,9 @@ def whole_may_stop(case: Case) -> None:
             return
 
 
-@law(27, "from everywhere an end can be reached", level="should", examples=0.3)
+@law(27, level="should", examples=0.3)
 def termination(case: Case) -> None:
+    """From everywhere an end can be reached."""
     f = case.make()
     case.walk(f, 5)
     if case.ended(f):
@@ -208,8 +214,9 @@ def _dive(case: Case, start: Any, turn: int) -> bool:
     return False
 
 
-@law(28, "equal bytes in other tokens lead to the same state", level="should", unless="canonical_only")
+@law(28, level="should", unless="canonical_only")
 def tokenization_invariance(case: Case) -> None:
+    """Equal bytes in other tokens lead to the same state."""
     if "token_level" in case.capabilities:
         return
     one, other = case.make(), case.make()
@@ -235,11 +242,11 @@ def tokenization_invariance(case: Case) -> None:
 
 @law(
     32,
-    "under begin(h) the first token starts with h and its surplus is constrained",
     level="should",
     unless="token_level",
 )
 def healing(case: Case) -> None:
+    """Under begin(h) the first token starts with h and its surplus is constrained."""
     heads = [case.vocabulary.bytes_of(i) for i in case.ordinary()]
     head = case.draw(st.sampled_from([h for h in heads if len(h) < 8]))
     head = head[: case.draw(st.integers(1, len(head)))]
@@ -272,8 +279,9 @@ def healing(case: Case) -> None:
     case.expect(not wrong or not strict, f"under begin({head!r}) {case.show(wrong)} do not start with it")
 
 
-@law(35, "ids are only names: renumbered or doubled tokens are treated alike", level="should")
+@law(35, level="should")
 def equivariance(case: Case) -> None:
+    """Ids are only names: renumbered or doubled tokens are treated alike."""
     v = case.vocabulary
     twin_of = case.draw(st.sampled_from(case.ordinary()))
     order = list(range(v.size))

@@ -45,7 +45,6 @@ LAWS: dict[str, Law] = {}
 
 def law(
     number: int,
-    title: str,
     *,
     level: Level = "must",
     needs: Collection[str] = (),
@@ -53,10 +52,11 @@ def law(
     unless: str = "",
     examples: float = 1.0,
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-    """Register a check in LAWS under its number."""
+    """Register a check in LAWS under its number. The first line of its docstring is the law's title."""
 
     def add(check: Callable[[Case], None]) -> Callable[[Case], None]:
-        name = f"LAW-{number:02d}"
+        name, line = f"LAW-{number:02d}", (check.__doc__ or "").partition("\n")[0].removesuffix(".")
+        title = line[:1].lower() + line[1:]
         LAWS[name] = Law(name, title, "capability" if needs else level, check, tuple(needs), oracle, unless, examples)
         return check
 

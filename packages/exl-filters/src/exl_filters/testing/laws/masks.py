@@ -29,8 +29,9 @@ def _logits(case: Case, width: int) -> Any:
     return values.astype(case.draw(st.sampled_from([np.float32, np.float16])))
 
 
-@law(16, "mask_logits() leaves what next() allows, with its value", needs=["mask_logits"])
+@law(16, needs=["mask_logits"])
 def mask_equal(case: Case) -> None:
+    """mask_logits() leaves what next() allows, with its value."""
     f = case.make()
     case.walk(f, 5)
     f = _elsewhere(case, f)
@@ -67,8 +68,9 @@ def _elsewhere(case: Case, f: Any) -> Any:
     return f
 
 
-@law(17, "masking changes no state, is idempotent, and revives nothing", needs=["mask_logits"])
+@law(17, needs=["mask_logits"])
 def mask_pure(case: Case) -> None:
+    """Masking changes no state, is idempotent, and revives nothing."""
     f = case.make()
     case.walk(f, 5)
     before = case.next(f)
@@ -83,8 +85,9 @@ def mask_pure(case: Case) -> None:
     case.equal(case.next(f), before, "masking changed the state")
 
 
-@law(18, "fill_bitmask() writes exactly what next() allows", needs=["fill_bitmask"])
+@law(18, needs=["fill_bitmask"])
 def bitmask(case: Case) -> None:
+    """fill_bitmask() writes exactly what next() allows."""
     f = case.make()
     width = bits.word_count(_width(case))
     if case.draw(st.booleans()):
@@ -107,8 +110,9 @@ def bitmask(case: Case) -> None:
             return
 
 
-@law(20, "filters combine in any order, with themselves, and with one that has no opinion")
+@law(20)
 def intersection(case: Case) -> None:
+    """Filters combine in any order, with themselves, and with one that has no opinion."""
     f = case.make()
     path = case.walk(f, 4)
     token = case.choose(f)

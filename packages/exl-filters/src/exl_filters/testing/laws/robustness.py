@@ -29,8 +29,9 @@ KEPT_PER_CYCLE = 0.7
 ROUNDS = 15
 
 
-@law(36, "generations do not pile up memory", level="should", examples=0.02)
+@law(36, level="should", examples=0.02)
 def resources(case: Case) -> None:
+    """Generations do not pile up memory."""
     with _collections_see_what_is_new():
         kept = _kept_by_a_generation(case)
     case.expect(kept < KEPT_PER_CYCLE, f"{kept:.1f} objects more with every generation, {ROUNDS} iterations of 30")
@@ -89,8 +90,9 @@ def _collections_see_what_is_new() -> Iterator[None]:
             gc.unfreeze()
 
 
-@law(37, "running a filter changes nothing outside it", level="should", examples=0.3)
+@law(37, level="should", examples=0.3)
 def no_global_effects(case: Case) -> None:
+    """Running a filter changes nothing outside it."""
     given = _given_to(case.factory)
     snapshot = copy.deepcopy(given)
     before = _surroundings()

@@ -21,8 +21,9 @@ __all__: list[str] = []
 PREFIXES = st.sampled_from(["", "a", "th", " "])
 
 
-@law(5, "asking twice gives the same answer")
+@law(5)
 def idempotent(case: Case) -> None:
+    """Asking twice gives the same answer."""
     f = case.make()
     case.walk(f)
     first = case.next(f)
@@ -32,8 +33,9 @@ def idempotent(case: Case) -> None:
     case.equal(case.next(f), first, "the second answer differs")
 
 
-@law(6, "equal paths give equal answers in any instance and process", examples=0.5)
+@law(6, examples=0.5)
 def deterministic(case: Case) -> None:
+    """Equal paths give equal answers in any instance and process."""
     one, other = case.make(), case.make()
     path = case.walk(one)
     answers = []
@@ -55,16 +57,18 @@ def deterministic(case: Case) -> None:
         case.equal(there, here, "another process answers differently")
 
 
-@law(7, "feeding without asking leads to the same state", level="should")
+@law(7, level="should")
 def observation_free(case: Case) -> None:
+    """Feeding without asking leads to the same state."""
     asked, unasked = case.make(), case.make()
     for token in case.walk(asked):
         case.feed(unasked, token)
     case.equal(case.next(unasked), case.next(asked), "the state depends on whether next() was called")
 
 
-@law(8, "begin() gives the state of a fresh instance")
+@law(8)
 def begin_resets(case: Case) -> None:
+    """begin() gives the state of a fresh instance."""
     used = case.make()
     path = case.walk(used)
     if case.draw(st.booleans()) and path:
@@ -91,8 +95,9 @@ def begin_resets(case: Case) -> None:
     case.equal(case.next(used), case.next(fresh), f"{len(more)} tokens behind {after}")
 
 
-@law(9, "an allowed token is never refused, as int or as tensor")
+@law(9)
 def feed_total(case: Case) -> None:
+    """An allowed token is never refused, as int or as tensor."""
     f = case.make()
     path = case.walk(f)
     allowed, _ = case.next(f)
@@ -118,8 +123,9 @@ def feed_total(case: Case) -> None:
             case.expect(False, what)
 
 
-@law(10, "a token that is not allowed is refused and changes nothing", level="should")
+@law(10, level="should")
 def feed_rejects(case: Case) -> None:
+    """A token that is not allowed is refused and changes nothing."""
     f = case.make()
     path = case.walk(f)
     before = case.next(f)
@@ -143,8 +149,9 @@ def feed_rejects(case: Case) -> None:
     case.equal(case.next(f), before, "a refused token changed the state")
 
 
-@law(11, "after the end, stop and pad tokens are taken without complaint")
+@law(11)
 def terminal_feeds(case: Case) -> None:
+    """After the end, stop and pad tokens are taken without complaint."""
     f = case.make()
     path = case.walk(f, 12)
     allowed, _ = case.next(f)
@@ -162,8 +169,9 @@ def terminal_feeds(case: Case) -> None:
             case.expect(False, f"after the end, feeding {token} raised {type(error).__name__}: {error}")
 
 
-@law(31, "rewind(n) undoes n feeds, also across the end", needs=["rewind"])
+@law(31, needs=["rewind"])
 def rewind(case: Case) -> None:
+    """rewind(n) undoes n feeds, also across the end."""
     f = case.make()
     path = case.walk(f, 6, deep=2)
     again = case.make()
@@ -226,8 +234,9 @@ def _rewind(case: Case, f: Any, n: int) -> None:
     f.rewind(n)
 
 
-@law(33, "validate() counts what may follow and changes nothing", needs=["validate"])
+@law(33, needs=["validate"])
 def validate(case: Case) -> None:
+    """validate() counts what may follow and changes nothing."""
     f, judge = case.make(), case.make()
     path = case.walk(f, 4)
     for token in path:
@@ -259,8 +268,9 @@ def validate(case: Case) -> None:
     case.equal(case.next(f), before, "validate() changed the state")
 
 
-@law(34, "forced() is how every continuation begins", needs=["forced"])
+@law(34, needs=["forced"])
 def forced(case: Case) -> None:
+    """forced() is how every continuation begins."""
     f = case.make()
     path = case.walk(f, 4)
     if _over(case, f, path):
