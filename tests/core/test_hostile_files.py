@@ -64,7 +64,7 @@ def test_damaged_weights(sources: dict[str, Path], lab: Any, tmp_path: Path, dat
         del raw[data.draw(st.integers(0, len(raw) - 1)) :]
     shutil.copy(source / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(raw)
-    with contextlib.suppress(errors.ExlError):  # anything else fails the test
+    with contextlib.suppress(errors.FormatError):  # anything else fails the test
         model = lab.load(tmp_path, cpu_matmul=data.draw(st.sampled_from(["exact", "int8"])))
         assert model.forward(lab.ids(1, 9)).shape == (1, 9, 96)
 
@@ -119,7 +119,7 @@ def test_damaged_tokenizer(lab: Any, tmp_path: Path, data: st.DataObject) -> Non
     node[last] = data.draw(VALUES)
     (tmp_path / "config.json").write_text(json.dumps(lab.config))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with contextlib.suppress(errors.ExlError):
+    with contextlib.suppress(errors.TokenizerError):
         use(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_damaged_side_files(lab: Any, tmp_path: Path, config: dict[str, Any], ad
     (tmp_path / "added_tokens.json").unlink(missing_ok=True)
     if added is not None:
         (tmp_path / "added_tokens.json").write_text(json.dumps(added))
-    with contextlib.suppress(errors.ExlError):
+    with contextlib.suppress(errors.TokenizerError, errors.ConfigError):
         use(tmp_path)
 
 
@@ -194,12 +194,20 @@ def test_a_shard_that_the_index_names_and_the_folder_lacks_is_named(lab: Any, tm
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes in folders are of POSIX systems")
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_pipe_in_the_folder_is_not_waited_for(lab: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("config.json", errors.ConfigFileError),
+        ("generation_config.json", errors.ConfigFileError),
+        ("tokenizer.json", errors.TokenizerFileError),
+        ("tokenizer_config.json", errors.ConfigFileError),
+    ],
+)
+def test_a_pipe_in_the_folder_is_not_waited_for(lab: Any, tmp_path: Path, name: str, error: type[Exception]) -> None:
     folder = shutil.copytree(lab.write(), tmp_path / "pipe")
     for side in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FIXTURE / side, folder)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(errors.ExlError, match="not a regular file"):
+    with pytest.raises(error, match="not a regular file"):
         ExLlamaV2Tokenizer(ExLlamaV2Config(str(folder)))

@@ -545,7 +545,7 @@ def test_rows_of_embedding_and_head_against_vocab_size(lab: Any, tmp_path: Path)
 def test_gptq_widths_that_there_are_not(lab: Any, tmp_path: Path, bits: int) -> None:
     config = {**lab.config, "quantization_config": {"quant_method": "gptq", "bits": bits, "group_size": 2**70}}
     folder = lab.write_model(tmp_path / "model", config, lab.quantize(lab.random_tensors(lab.config), "gptq"))
-    with pytest.raises(errors.ExlError, match="bits"):
+    with pytest.raises(errors.ConfigError, match="bits"):
         lab.load(folder)
 
 
