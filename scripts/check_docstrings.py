@@ -1,8 +1,9 @@
-"""Check that the docstring of every public function mentions each of its parameters.
+"""Check that the docstring of every public function mentions each of its parameters and of the errors it raises.
 
 Public is what docs/reference shows and what the packages list in `__all__`. A parameter is explained where its name is
-a word of the docstring of the function, of its class, or of a method that the function overrides. Prints every function
-that leaves parameters out, and exits 1 if there is one. `--count` prints one line for each package instead.
+a word of the docstring of the function, of its class, or of a method that the function overrides. An error is explained
+where its class is named, or where the docstring names the function whose errors they are. Prints every function that
+leaves something out, and exits 1 if there is one. `--count` prints one line for each package instead.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ PACKAGES = ("exl_kernels", "exl_core", "exl_filters", "exl_generate", "exllamav2
 UNNAMED = re.compile(r"self|cls|_.*")
 
 
+# A docstring that refers to the errors of another function or of the class.
+ERRORS_OF = re.compile(r"\berrors\b[^.]*\bof\b|\bRaises the error\b")
+
+
 class Gap(NamedTuple):
-    """A public function and the parameters that its docstring does not mention."""
+    """A public function and the parameters and errors that its docstring does not mention."""
 
     name: str
     place: str
@@ -99,8 +104,23 @@ def field_docstrings(cls: type) -> Iterator[str]:
                 yield field.target.id
 
 
+def raised(function: FunctionType) -> Iterator[str]:
+    """The errors that a function's own body raises, without NotImplementedError: it marks what subclasses define."""
+    todo = list(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body)  # type: ignore[attr-defined]
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            name = ast.unparse(error).rpartition(".")[2]
+            if re.fullmatch(r"[A-Z]\w*", name) and name != "NotImplementedError":
+                yield name
+        todo += ast.iter_child_nodes(node)
+
+
 def gap(function: FunctionType, cls: type | None) -> Gap:
-    """The parameters that the docstrings of a function and of its class leave out."""
+    """The parameters and errors that the docstrings of a function and of its class leave out."""
     code = function.__code__
     name = f"{function.__module__}.{function.__qualname__}"
     texts = [function.__doc__ or "", getattr(cls, "__doc__", None) or ""]
@@ -112,7 +132,10 @@ def gap(function: FunctionType, cls: type | None) -> Gap:
         texts = [cls.__doc__ or "", *field_docstrings(cls)]
         file, line = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)[1]
     names = [name for name in inspect.signature(function).parameters if not UNNAMED.fullmatch(name)]
-    left_out = tuple(name for name in names if not re.search(rf"\b{re.escape(name)}\b", " ".join(texts)))
+    text = " ".join(texts)
+    if code.co_filename != "<string>" and not ERRORS_OF.search(function.__doc__ or ""):
+        names += dict.fromkeys(raised(function))
+    left_out = tuple(name for name in names if not re.search(rf"\b{re.escape(name)}\b", text))
     return Gap(name, f"{Path(file).relative_to(ROOT)}:{line}", left_out)
 
 
@@ -139,7 +162,7 @@ def main() -> int:
             total[package] += 1
             bare[package] += bool(found.missing)
         for package, count in total.items():
-            print(f"{package}: {count - bare[package]} of {count} public functions explain every parameter")
+            print(f"{package}: {count - bare[package]} of {count} public functions explain every parameter and error")
         return 0
     gaps = [found for found in checked() if found.missing]
     for found in gaps:

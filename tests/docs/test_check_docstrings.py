@@ -1,4 +1,4 @@
-"""scripts/check_docstrings.py finds parameters that no docstring mentions, and the packages have none."""
+"""scripts/check_docstrings.py finds parameters and errors that no docstring mentions, and the packages have none."""
 
 from __future__ import annotations
 
@@ -51,6 +51,33 @@ class Record:
     times: list[float]
 
 
+def strict(size: int) -> None:
+    """Reserve `size` bytes."""
+    if size < 0:
+        raise ValueError(size)
+
+
+def documented(size: int) -> None:
+    """Reserve `size` bytes. Raises ValueError for less than none."""
+    if size < 0:
+        raise ValueError(size)
+
+
+def deferring(size: int) -> None:
+    """Reserve `size` bytes, with the errors of `documented`."""
+    if size < 0:
+        raise ValueError(size)
+
+
+def abstract(size: int) -> None:
+    """Reserve `size` bytes."""
+
+    def inner() -> None:
+        raise ValueError(size)
+
+    raise NotImplementedError(inner)
+
+
 def free(one: int, other: int, _unused: int = 0) -> None:
     """Add another number to `one`."""
 
@@ -62,6 +89,10 @@ def free(one: int, other: int, _unused: int = 0) -> None:
         pytest.param(Engine.__init__, Engine, ("cache",), id="the class explains its constructor"),
         pytest.param(Engine.step, Engine, ("mask",), id="method"),
         pytest.param(Quiet.step, Quiet, ("id",), id="the overridden method explains"),
+        pytest.param(strict, None, ("ValueError",), id="an error that is raised"),
+        pytest.param(documented, None, (), id="an error that is explained"),
+        pytest.param(deferring, None, (), id="errors of another function"),
+        pytest.param(abstract, None, (), id="what subclasses define"),
         pytest.param(Record.__init__, Record, ("times",), id="docstrings of fields"),
     ],
 )

@@ -64,8 +64,7 @@ class ExLlamaV2Filter(CopiesItself):
 
         Args:
             prefix_str: Text that the first token writes again (token healing). The first token starts with this text,
-                and only
-                the bytes after it are constrained.
+                and only the bytes after it are constrained.
         """
         raise NotImplementedError(f"{type(self).__name__}.begin")
 
@@ -236,7 +235,10 @@ class ExLlamaV2Filter(CopiesItself):
         return False
 
     def rewind(self, n: int) -> None:
-        """Undo the last `n` feeds. Hosts replay their journal for filters that do not override this method."""
+        """Undo the last `n` feeds. Hosts replay their journal for filters that do not override this method.
+
+        Raises FilterUsageError if this filter cannot rewind.
+        """
         if n:
             raise FilterUsageError(f"{type(self).__name__} cannot rewind by itself; run it in a FilterStack, which can")
 
@@ -267,7 +269,10 @@ class ExLlamaV2Filter(CopiesItself):
         return super().__reduce_ex__(protocol)
 
     def spec(self) -> dict[str, Any]:
-        """Return a JSON-compatible description from which `exl_filters.from_spec` builds an equal filter."""
+        """Return a JSON-compatible description from which `exl_filters.from_spec` builds an equal filter.
+
+        Raises FilterError if the filter has none.
+        """
         raise FilterError(f"{type(self).__name__} has no spec()")
 
 

@@ -21,7 +21,10 @@ __all__ = ["AllOf", "AnyOf", "TriggeredFilter"]
 
 
 class _Composite(ExLlamaV2Filter, ABC):
-    """Drive private copies of other filters. Subclasses combine the masks and choose which filters receive a token."""
+    """Drive private copies of other filters. Subclasses combine the masks and choose which filters receive a token.
+
+    Raises FilterCompileError without a filter.
+    """
 
     native: ClassVar[bool] = True
 

@@ -57,13 +57,12 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         leading_space: Allow one space before the text.
         limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`.
         backend: "llguidance", or "xgrammar" (extra `xgrammar`), which is faster where one grammar serves many requests.
-            It
-            compiles more slowly, takes fewer schemas and never forces a tokenization.
+            It compiles more slowly, takes fewer schemas and never forces a tokenization.
         budget: Limits for compiling; default 10 s and 1 GB. A grammar that is not small and plain is compiled first in
-            a
-            separate process, which is killed beyond the limits.
+            a separate process, which is killed beyond the limits.
 
     Raises:
+        FilterUsageError: `budget` is no `CompileBudget`.
         FilterCompileError: the source cannot be enforced, or exceeds the budget.
         MissingExtra: llguidance (or xgrammar) is not installed.
     """

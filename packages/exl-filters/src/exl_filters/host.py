@@ -310,6 +310,9 @@ class FilterStack:
         Args:
             text: Text, or its bytes.
             vocabulary: A `Vocabulary` or tokenizer; default: the filters' own.
+
+        Raises:
+            FilterUsageError: no vocabulary is known.
         """
         from exl_filters.texts import accept_text
         from exl_filters.vocabulary import vocabulary_of

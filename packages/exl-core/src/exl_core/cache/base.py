@@ -88,7 +88,10 @@ class ExLlamaV2CacheBase:
     # ------------------------------------------------------------------------------------------------------- storage
 
     def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:
-        """Create zeroed tensors on each layer's device, or clones of those of `copy_from`, or none if `lazy`."""
+        """Create zeroed tensors on each layer's device, or clones of those of `copy_from`, or none if `lazy`.
+
+        Raises CacheError if both are given, and ModelStateError if the model is not loaded and `lazy` is False.
+        """
         if copy_from is not None:
             if lazy:
                 raise CacheError("a cache cannot be lazy and copy_from another one at the same time")
@@ -107,7 +110,10 @@ class ExLlamaV2CacheBase:
         self._views.clear()
 
     def update_cache_tensors(self) -> None:
-        """Give every layer of `model.cache_map` zeroed tensors on its device, unless they exist there already."""
+        """Give every layer of `model.cache_map` zeroed tensors on its device, unless they exist there already.
+
+        Raises CacheError if the model's heads are sharded over several devices.
+        """
         context = self.model.tp_context
         if context is not None and len(context.heads) > 1 and self.fixed_device is None:
             raise CacheError(

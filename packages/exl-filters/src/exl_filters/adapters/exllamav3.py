@@ -37,7 +37,9 @@ class ExLlamaV3Filter(_Base):  # type: ignore[misc]
         tokenizer: exllamav3's tokenizer, or any that `vocabulary_of` takes.
         filters: Templates, as for `FilterStack`.
         stop_ids: Every id on which the engine stops; default: the tokenizer's.
-        trigger_token, prefix_str, eos_after_completed: Passed on to exllamav3's class, where it is installed.
+        trigger_token: Passed on to exllamav3's class, where it is installed.
+        prefix_str: As `trigger_token`.
+        eos_after_completed: As `trigger_token`.
 
     Raises:
         FilterUsageError: no stop id is known.

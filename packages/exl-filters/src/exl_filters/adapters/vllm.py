@@ -90,8 +90,9 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Reject `sampling_params` whose filter spec is not a mapping with "type"; vLLM answers the client with the
-        `ValueError`.
+        """Reject `sampling_params` whose filter spec is not a mapping with "type".
+
+        Raises FilterUsageError, a `ValueError` with which vLLM answers the client.
         """
         spec = _spec_of(sampling_params)
         if spec is not None and (not isinstance(spec, dict) or not isinstance(spec.get("type"), str)):

@@ -84,8 +84,9 @@ class ExLlamaV2DynamicGenerator(PageViews):
         num_draft_tokens: most draft tokens of a sequence in a step, below `max_q_size`.
         use_ngram_draft: draft from n-grams of the sequence itself; excludes `draft_model`.
         max_ngram: longest n-gram, at least 2: a guess depends on at most `max_ngram` - 1 tokens before it.
-        max_sampling_threads, min_sampling_threads: accepted for exllamav2's sake, without effect: one native call
-            samples all tokens of a step.
+        max_sampling_threads: accepted for exllamav2's sake, without effect: one native call samples all tokens of a
+            step.
+        min_sampling_threads: as `max_sampling_threads`.
         paged: False means one page for the whole cache and one sequence at a time.
         filter_background_eval: let slow filters compute in threads while the model runs.
         page_size: tokens of a page, for tests and tuning.
@@ -229,6 +230,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         """End a job in any phase. A job that is unknown or finished is ignored.
 
         Its last result (`eos_reason` "cancelled") comes with the next `iterate()`.
+        Raises RequestError if `job` is no job.
         """
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"cancel takes a job, not {type(job).__name__}")
@@ -243,6 +245,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
 
         The job counts as gone at once. Its pages are free when this returns or, if an iteration is running, before the
         next job is admitted. A job that was only prepared drops its work. One that is unknown or finished is ignored.
+        Raises RequestError if `job` is no job.
         """
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"discard takes a job, not {type(job).__name__}")

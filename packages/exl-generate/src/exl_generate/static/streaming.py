@@ -50,6 +50,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         draft_model: A smaller model with the same vocabulary, for speculative decoding.
         draft_cache: A cache of the draft model. None: an FP16 cache of the main cache's size.
         num_speculative_tokens: Most draft tokens of a step.
+
+    Raises:
+        RequestError: `draft_model` is no `ExLlamaV2`, and `draft_cache` is None.
     """
 
     # Constants that programs written for exllamav2 may read; nothing here depends on them.
@@ -111,7 +114,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
         """Set example text for n-gram guesses, used where the request's own text has no match.
 
-        `input_ids` are its ids, a list or a tensor of any shape.
+        `input_ids` are its ids, a list or a tensor of any shape. Raises RequestError if they are no ids.
         """
         flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         preloaded, vocab = _ids("ngram_preload", flat), self.model.config.vocab_size
@@ -301,7 +304,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def engine(self) -> ExLlamaV2DynamicGenerator:
-        """Return the engine, made again when the configuration of drafting has changed."""
+        """Return the engine, made again when the configuration of drafting has changed.
+
+        Raises RequestError if an attribute that configures drafting has no valid value.
+        """
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None or name != "num_speculative_tokens" or self.draft_model is not None:

@@ -36,6 +36,10 @@ class ProcessExchange(Exchange):
 
     Args:
         limit: seconds to wait for another process.
+
+    Raises:
+        InputError: `limit` is no number of seconds above 0.
+        DeviceError: RANK and WORLD_SIZE are not those of a process for each device.
     """
 
     def __init__(self, limit: float = 60.0) -> None:
