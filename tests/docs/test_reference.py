@@ -26,7 +26,10 @@ def rendered() -> set[str]:
     return set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
 
 
-@pytest.mark.parametrize("package", ["exl_core", "exl_generate", "exl_filters", "exllamav2.generator"])
+@pytest.mark.parametrize(
+    "package",
+    ["exl_core", "exl_generate", "exl_generate.bundled", "exl_filters", "exllamav2.generator"],
+)
 def test_every_public_name_is_rendered(package: str) -> None:
     module = importlib.import_module(package)
     shown = rendered()

@@ -133,7 +133,7 @@ class Selection:
 
     @classmethod
     def of(cls, kernel: str, refused: Iterable[_native.RefusedKernel], *, joined: bool = True) -> Selection:
-        """Return the selection of `kernel`, with the refusals as the native module reports them."""
+        """Return the selection of `kernel`, `joined` or not, with what the native module `refused`."""
         return cls(kernel, joined, tuple((one.kernel, one.why) for one in refused))
 
     @property
@@ -151,7 +151,7 @@ class MatrixShape:
     __slots__ = ("_native",)
 
     def __init__(self, native: _native.CudaShape) -> None:
-        """Internal constructor; use `from_exl2` or `from_gptq`."""
+        """Wrap a shape of the `native` module; use `from_exl2` or `from_gptq`."""
         self._native = native
 
     @property
@@ -167,6 +167,10 @@ class MatrixShape:
     @classmethod
     def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "") -> MatrixShape:
         """Take the shape from q_weight, q_scale, q_scale_max, q_groups and q_invperm, as `QuantMatrix.from_exl2`.
+
+        Args:
+            tensors: the tensors by these names.
+            name: the matrix's name in errors.
 
         Raises:
             FormatError: the tensors do not fit the format.
@@ -221,7 +225,7 @@ class Card:
     __slots__ = ("_native", "name")
 
     def __init__(self, native: _native.CudaCard, name: str) -> None:
-        """Internal constructor; use `device` or `named`."""
+        """Wrap a card of the `native` module and its `name`; use `device` or `named`."""
         self._native = native
         self.name = name
 
@@ -253,8 +257,9 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's
-        code may use."""
+        """The features that the card's code may use: of "bulk_copy", "clusters", "tested_clusters", "wgmma",
+        "async_copy" and "mma_pipeline".
+        """
         return frozenset(self._native.features)
 
     def plan(
@@ -282,12 +287,12 @@ class Card:
         return _native.cuda_plan_fused(self._native, shapes, call, activation=activation)
 
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
-        """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
+        """Return the kernel that multiplies `rows` float16 rows by `matrix`, batch-invariant or not."""
         plan = self.plan_alone(matrix, rows, invariant=invariant)
         return Selection.of(plan.kernel, plan.refused)
 
     def plan_alone(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> _native.MatmulPlan:
-        """Return the plan of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
+        """Return the plan of a launch that multiplies `rows` float16 rows by `matrix`, `invariant` or not."""
         return _native.cuda_plan_alone(self._native, matrix._native, rows, invariant=invariant)
 
     def plan_router(
@@ -348,7 +353,9 @@ class Card:
         *,
         invariant: bool = False,
     ) -> _native.ExpertsPlan:
-        """Return the plan of `moe.GroupedExperts`, with the scratch memory of a launch; arguments as for `experts`.
+        """Return the plan of `moe.GroupedExperts`, with the scratch memory of a launch.
+
+        `experts`, `rows`, `chosen` and `invariant` are as for the method `experts`.
 
         Its `kernel` names shared launches by their rows: experts_by_8, experts_by_16, experts_by_32, experts_by_2x8 or
         experts_by_2x16.
