@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def test_ci_runs_what_make_ci_runs() -> None:
     path = ROOT / ".github" / "workflows" / "ci.yml"
     assert set(listed) - {"test"} <= verbs(path)
     assert "uv run --no-sync pytest" in commands(path)
+
+
+def test_the_rust_version_is_the_manifests() -> None:
+    """The page for users repeats it, because they need it before they have a checkout."""
+    manifest = tomllib.loads((ROOT / "rust" / "Cargo.toml").read_text(encoding="utf-8"))
+    needed = manifest["workspace"]["package"]["rust-version"]
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    assert set(re.findall(r"Rust (\d+\.\d+)", pages)) == {needed}
