@@ -1,6 +1,6 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
 functions, Python that chooses by limits of rows or by architecture, second definitions of such limits, members,
-architectures and modules that are named by strings, and files of complete types with `Any`.
+architectures and modules that are named by strings, private names in tests, and files of complete types with `Any`.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from architecture_choices import ARCHITECTURE, NAMES_ARCHITECTURES, architecture_errors
+from private_names import private_errors
 from python_names import aliases, given_names, identifier, nodes, outside_calls, sides
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -317,7 +318,7 @@ def limit_constants(source: str) -> list[tuple[int, str]]:
 
 
 def row_constants(source: str, compared: Set[str] = frozenset()) -> list[tuple[int, str]]:
-    """Those of `limit_constants` that are named as numbers of rows, or are in `compared`."""
+    """The constants of `limit_constants` that are named as numbers of rows, or are in `compared`."""
     return [
         (line, name)
         for line, name in limit_constants(source)
@@ -482,6 +483,8 @@ def findings() -> tuple[list[str], list[str]]:
         errors += [f"{name}: holds a path of some machine ({m.group()})" for m in [PATHS.search(text)] if m]
         if name.startswith("tests/") and path.suffix == ".py" and "cuda" not in path.name:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
+        if name.startswith("tests/") and path.suffix == ".py":
+            errors += private_errors(name, text)
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
             errors += long_functions(name, text) + row_errors(name, text) + untyped(name, text)
             errors += [*by_name(name, text), *architecture_errors(name, text)]

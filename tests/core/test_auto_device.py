@@ -58,7 +58,7 @@ class Machine:
         self._patch.setattr(auto_device, "may_have_gpu", lambda status: present or bool(status.devices))
 
     def free_memory(self, count: int) -> None:
-        self._patch.setattr(memory, "_cuda_bytes", lambda device: count)
+        self._patch.setattr(memory, "free_cuda_bytes", lambda device: count)
 
 
 @pytest.fixture

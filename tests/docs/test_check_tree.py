@@ -402,3 +402,25 @@ def test_the_model_is_a_facade(tree: ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(tree.LINES, path, 10)
     errors, _ = tree.findings()
     assert next(error for error in errors if error.startswith(path)).endswith("lines; at most 10")
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ('monkeypatch.setattr(module, "_places", {})', ["_places"]),
+        ('monkeypatch.setattr("exl_core.memory._free", 1)', ["_free"]),
+        ('hasattr(thing, "_runner")', ["_runner"]),
+        ("from exl_core.loading import _plan", ["_plan"]),
+        ("from exl_kernels import _native", []),
+        ('monkeypatch.setattr("exl_serve.ray.replica.os._exit", leave)', []),
+        ('monkeypatch.setattr(module, "places", {})', []),
+    ],
+)
+def test_private_names_in_tests_are_found(tree: ModuleType, code: str, names: list[str]) -> None:
+    errors = tree.private_errors("tests/x/test_x.py", code)
+    assert [error.split(": ")[1] for error in errors] == names
+
+
+def test_private_names_that_are_allowed_are_still_used(tree: ModuleType) -> None:
+    (error,) = tree.private_errors("tests/internals.py", "")
+    assert "_runner any more" in error

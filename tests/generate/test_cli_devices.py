@@ -40,7 +40,7 @@ def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -
     patch.setattr(torch.cuda, "is_available", lambda: bool(cards))
     patch.setattr(torch.cuda, "device_count", lambda: len(cards))
     patch.setattr(torch.cuda, "get_arch_list", lambda: [])
-    patch.setattr(memory, "_cuda_bytes", lambda device: free)
+    patch.setattr(memory, "free_cuda_bytes", lambda device: free)
 
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])

@@ -21,7 +21,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, keys: str) -> Iterator[None]:
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    monkeypatch.setattr(lines, "_output", DummyOutput)
+    monkeypatch.setattr(lines, "terminal_output", DummyOutput)
     with create_pipe_input() as pipe, create_app_session(input=pipe):
         pipe.send_text(keys)
         yield

@@ -13,7 +13,7 @@ import uvicorn
 from effort import trials
 
 from exl_serve.api import limits as api_limits
-from exl_serve.api.__main__ import _settings
+from exl_serve.api.__main__ import server_settings
 from exl_serve.api.limits import guarded
 from exl_serve.config.model import Limits, ServeConfig, ServerConfig
 from exl_serve.testing import server as testing_server
@@ -248,7 +248,7 @@ def test_idle_connections_stay_open_for_as_long_as_configured(
     monkeypatch: pytest.MonkeyPatch, seconds: float, kept: int
 ) -> None:
     config = ServeConfig(server=ServerConfig(limits=Limits(keep_alive_seconds=seconds)))
-    assert _settings(config, app, guarded(config.server.limits)).timeout_keep_alive == kept
+    assert server_settings(config, app, guarded(config.server.limits)).timeout_keep_alive == kept
     found: list[uvicorn.Config] = []
 
     class Kept(uvicorn.Server):

@@ -25,7 +25,7 @@ import zmq
 from served import SECONDS
 
 from exl_generate import bundled
-from exl_serve.api.__main__ import _serve
+from exl_serve.api.__main__ import serve_worker
 from exl_serve.config.load import load
 from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.engine.inbox import Inbox
@@ -234,7 +234,7 @@ def test_a_worker_whose_tokenizer_is_unread_can_be_stopped(tmp_path: Path) -> No
         start = link.WorkerStart(
             config=ServeConfig(model=(model,)), listener=os.dup(listener.fileno()), address=address, parent=os.getpid()
         )
-        worker = threading.Thread(target=lambda: asyncio.run(_serve(start)), name="exl-worker", daemon=True)
+        worker = threading.Thread(target=lambda: asyncio.run(serve_worker(start)), name="exl-worker", daemon=True)
         worker.start()
 
         def hear() -> bytes:

@@ -23,7 +23,7 @@ from exl_serve.errors import ServeError
 from exl_serve.super.notify import Notifier
 from exl_serve.super.spawn import describe
 from exl_serve.super.stall import Patience, Watch
-from exl_serve.super.supervisor import _listen
+from exl_serve.super.supervisor import listen
 
 
 def status(began: float, ended: float) -> EngineStatus:
@@ -123,18 +123,18 @@ def test_an_address_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = parse({"server": {"port": taken.getsockname()[1]}})
         with pytest.raises(ServeError, match="choose another"):
-            _listen(config)
+            listen(config)
 
 
 def test_a_unix_socket_is_its_owners_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     config = parse({"server": {"uds": str(path)}})
-    listener = _listen(config)
+    listener = listen(config)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ServeError, match="cannot listen"):
-        _listen(config)
+        listen(config)
     listener.close()
-    _listen(config).close()
+    listen(config).close()
 
 
 CHILD = """

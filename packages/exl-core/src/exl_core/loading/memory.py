@@ -24,7 +24,7 @@ def free_bytes(devices: Sequence[Device]) -> list[int | None]:
     if cpu is not None:
         uncapped = sum(d.cap is None for d in cpus)
         cpu = max(cpu - sum(d.cap or 0 for d in cpus), 0) // uncapped if uncapped else cpu
-    free = [_cuda_bytes(d.torch_device) if d.is_cuda else cpu for d in devices]
+    free = [free_cuda_bytes(d.torch_device) if d.is_cuda else cpu for d in devices]
     return [_least(f, d.cap) if d.is_cuda or d.cap is None else d.cap for f, d in zip(free, devices, strict=True)]
 
 
@@ -32,7 +32,7 @@ def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _cuda_bytes(device: torch.device) -> int:
+def free_cuda_bytes(device: torch.device) -> int:
     """Return the free memory of the driver plus torch's unused reserve."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -89,7 +89,7 @@ class TypedLines:
         self._note = note
         self._store = None if history is None else _open_history(history, note)
         earlier = [] if self._store is None else list(islice(self._store.load_history_strings(), HISTORY_LIMIT))
-        with create_app_session(output=_output()):
+        with create_app_session(output=terminal_output()):
             session: PromptSession[str] = PromptSession(
                 [("class:prompt", PROMPT)],
                 style=Style.from_dict({"prompt": "bold ansicyan"}),
@@ -225,7 +225,7 @@ def _discard(event: KeyPressEvent) -> None:
     event.current_buffer.reset()
 
 
-def _output() -> Output:
+def terminal_output() -> Output:
     """The terminal of standard output, or else of standard error; no escape sequences if it is a dumb one."""
     from prompt_toolkit.output import create_output
     from prompt_toolkit.output.plain_text import PlainTextOutput

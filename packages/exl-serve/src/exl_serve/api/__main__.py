@@ -64,10 +64,11 @@ def main() -> None:
         runner: Any = uvloop.run
     except ImportError:
         runner = asyncio.run
-    runner(_serve(start))
+    runner(serve_worker(start))
 
 
-async def _serve(start: link.WorkerStart) -> None:
+async def serve_worker(start: link.WorkerStart) -> None:
+    """Answer requests until the supervisor ends the worker that `start` describes."""
     config = start.config
     stopping = asyncio.Event()
     protocol: Any = guarded(config.server.limits, config.server.trusted_proxies)
@@ -102,7 +103,7 @@ async def _serve(start: link.WorkerStart) -> None:
         known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
-    server = _Server(_settings(config, connection.watching(create_app(state)), protocol))
+    server = _Server(server_settings(config, connection.watching(create_app(state)), protocol))
     listener = socket.socket(fileno=start.listener)
     tasks = [
         asyncio.create_task(_drain(stopping, server, state)),
@@ -185,7 +186,8 @@ class _Server(uvicorn.Server):
                     await self._ending.wait()
 
 
-def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
+def server_settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for `app`, with the limits of `config` and the class `protocol` of connections."""
     limits = config.server.limits
     return uvicorn.Config(
         app,

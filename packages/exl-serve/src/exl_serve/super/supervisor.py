@@ -87,7 +87,7 @@ class Supervisor:
         """Raises ServeError where nothing can listen at the address."""
         self._config = config
         self._announce, self._reload = announce, reload
-        self._listener = _listen(config)
+        self._listener = listen(config)
         self._folder = Path(tempfile.mkdtemp(prefix="exl-serve-"))  # 0700
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -438,7 +438,7 @@ def _check_descriptors(config: ServeConfig) -> None:
         log.warning("%d open files are allowed (ulimit -n), %d connections need %d", most, needed - 256, needed)
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
     """Return the listening socket. Raises ServeError where nothing can listen.
 
     All workers share one socket. With one each (SO_REUSEPORT), the kernel would give connections to a worker that has
