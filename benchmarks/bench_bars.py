@@ -88,7 +88,7 @@ class Bar:
     unit: str
 
     def tell(self) -> bool:
-        """Print it. Returns whether it is met."""
+        """Print the bar. Return whether the figure meets it."""
         met = self.figure <= self.most
         line = {"bench": "bar", "name": self.name, "figure": round(self.figure, 4), "most": self.most}
         print(json.dumps(line | {"unit": self.unit, "met": met}), flush=True)

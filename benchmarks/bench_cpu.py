@@ -211,7 +211,7 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
 
 
 def _expert_bytes(mixture: Any) -> int:
-    """Of all experts of a layer that rows choose among."""
+    """Return the bytes of all experts of a layer that rows choose among."""
     return sum(linear.weight_bytes() for expert in mixture.experts for linear in expert)
 
 

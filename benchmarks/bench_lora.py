@@ -43,7 +43,7 @@ def make_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> Path:
 
 
 def seconds(model: ExLlamaV2, batch: int, rows: list[list[ExLlamaV2Lora]]) -> float:
-    """Of a step of one token a sequence."""
+    """Return the seconds of a step with one token for each sequence."""
     cache = ExLlamaV2Cache(model, max_seq_len=batch * 256)
     table = torch.arange(batch, dtype=torch.int32)[:, None]
     params = PagedParams(batch, table, torch.full((batch,), PAST, dtype=torch.int32), PAST)

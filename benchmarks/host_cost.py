@@ -139,7 +139,7 @@ class Heard:
         return tokens, seconds, encoding
 
     def digest(self) -> str:
-        """Of all events but the seconds in them."""
+        """Return a digest of all events without the seconds in them."""
         import msgspec
 
         def plain(event: Any) -> Any:

@@ -42,9 +42,9 @@ class Shape:
     kv_heads: int
     vocab: int
     head_norms: bool = False
-    """Of q and k, as Qwen3 has them."""
+    """Norms of the heads of q and k, as in Qwen3."""
     experts: int = 0
-    """Of `intermediate` each, with a router of float weights, as Qwen3-MoE has them; 0: one MLP."""
+    """Experts of `intermediate` features each, with a router of float weights, as in Qwen3-MoE; 0: one MLP."""
     chosen: int = 0
 
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -193,7 +193,7 @@ class Server:
         return found
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of each process since its start."""
+        """Return the processor time of each process since its start."""
         found = {}
         for name, pid in self.processes().items():
             with open(f"/proc/{pid}/stat") as file:

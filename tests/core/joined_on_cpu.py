@@ -249,7 +249,7 @@ class GroupDouble:
         return h
 
     def fits(self, matmul: FusedDouble, x: Tensor, *, residual: bool = False) -> bool:
-        """Of rows with one adapter each at most."""
+        """Whether the matmul takes rows with at most one adapter each."""
         rows = x.shape[0]
         plain = matmul.norm is None or not matmul.norm.layer
         gated = matmul.activation is None or len(matmul.matrices) > 1

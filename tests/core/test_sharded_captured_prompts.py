@@ -252,7 +252,7 @@ def test_few_prompts_of_a_length_of_their_own_are_kept(
 def test_a_prompt_is_not_captured_where_memory_is_short(
     lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs as before, and `failures` tells why."""
+    """The prompt runs eagerly, and `failures` says why."""
     ids, store = lab.ids(1, 90, vocab=288), {"preprocess_only": True}
     expected = run(model, cache_of(model), [(ids, 0, store)])
     monkeypatch.setattr(step_recorder, "refusal_of_memory", lambda shards, devices, bucket: "cuda:1 has 3 MiB free")

@@ -70,7 +70,7 @@ MODELS: dict[str, Callable[[Path], ExLlamaV2Config]] = {
     "a float matrix": float_matrix,
 }
 BY_HOST = ("experts of gelu", "float experts")
-"""Those whose experts the host chooses."""
+"""Mixtures whose experts the host chooses."""
 VARIABLES: dict[str, dict[str, str]] = {
     "as is": {},
     "no graphs": {GRAPHS_VARIABLE: "0"},

@@ -276,7 +276,10 @@ def copy_of_foreign(inner: Any) -> Any:
     Raises `FilterUsageError` otherwise: lm-format-enforcer's clone returns itself, and formatron's shares its engine.
     """
     if not isinstance(inner, ExLlamaV2Filter) or overrides(inner, "clone"):
-        raise FilterUsageError(f"clone() of {type(inner).__name__} cannot be trusted")
+        raise FilterUsageError(
+            f"{type(inner).__name__} cannot be copied by its own clone(): make one filter for each job, or derive from "
+            "ExLlamaV2Filter without a clone() of its own"
+        )
     inner._wait_pending()
     shared = {id(x): x for x in (inner.model, inner.tokenizer) if x is not None}
     new = type(inner).__new__(type(inner))

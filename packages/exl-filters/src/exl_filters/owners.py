@@ -39,4 +39,4 @@ class Owners:
 
 
 owners = Owners()
-"""Those of this process."""
+"""The owners of this process."""

@@ -9,7 +9,7 @@ filter, a hook, a forward pass.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of its arguments: 10 us a step
+import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of its arguments in every step
 import signal
 import threading
 from types import FrameType, TracebackType

@@ -98,7 +98,7 @@ class ExpertsDescription(HalfDescription):
     jitter: float | None
     """Choose as `sparse_mixture` with this jitter; None: as above."""
     activation: Activation
-    """Of every expert: its result is down(act(gate) * up)."""
+    """The activation of every expert, whose result is down(act(gate) * up)."""
     shared: MlpDescription | None
     """The shared expert, without norms."""
     shared_gate: Linear | None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from exl_kernels.sampling import TokenTarget
 
 _Logits = dict["ExLlamaV2DynamicJob", torch.Tensor]
-"""Of each job, a row float32 [V]."""
+"""Logits of each job: a row, float32 [V]."""
 
 __all__ = ["ModelDrafter"]
 

@@ -119,7 +119,7 @@ class EngineReplica:
                 return
             if said["state"] == "failed":
                 raise RuntimeError(f"the model {self._model.id} could not be loaded: {said['reason']}")
-        raise RuntimeError(f"the engine of {self._model.id} ended while it loaded")
+        raise RuntimeError(f"the engine of {self._model.id} ended while it loaded: see the log of this replica")
 
     async def _connected(self) -> LocalEngine:
         async with self._connecting:

@@ -316,7 +316,7 @@ PROMPT_LOGPROBS = Field(
     "0 to 20; not with `stream`",
     meaning="candidates for each token of the prompt, if the server has `allow_prompt_logprobs`; costs a whole prompt",
 )
-"""Of chat and text completions."""
+"""The field of chat and text completions for the candidates of prompt tokens."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
