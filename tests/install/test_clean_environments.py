@@ -55,8 +55,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def environment(where: Path) -> Path:
-    uv("venv", "-q", "--python", sys.executable, str(where))
+def environment(where: Path, *options: str) -> Path:
+    uv("venv", "-q", "--python", sys.executable, *options, str(where))
     return where / "bin" / "python"
 
 
@@ -93,9 +93,9 @@ def test_package_alone_passes_its_own_tests(package: str, wheels: Path, place: P
     own_tests_pass(python, TESTS[package])
 
 
-def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
-    """A stand-in torch 2.6.0 (the oldest supported) must still be there, alone, after everything is installed."""
-    stand_in = tmp_path / "torch-2.6.0-py3-none-any.whl"
+def torch_stand_in(folder: Path) -> Path:
+    """Write an empty wheel of torch 2.6.0, the oldest version that is supported."""
+    stand_in = folder / "torch-2.6.0-py3-none-any.whl"
     with zipfile.ZipFile(stand_in, "w") as wheel:
         wheel.writestr("torch/__init__.py", "__version__ = '2.6.0'\n")
         wheel.writestr("torch-2.6.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n")
@@ -104,8 +104,13 @@ def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
             "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr("torch-2.6.0.dist-info/RECORD", "")
+    return stand_in
+
+
+def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
+    """A stand-in torch 2.6.0 (the oldest supported) must still be there, alone, after everything is installed."""
     python = environment(tmp_path / "env")
-    uv("pip", "install", "-q", "--python", str(python), str(stand_in))
+    uv("pip", "install", "-q", "--python", str(python), str(torch_stand_in(tmp_path)))
     install(python, wheels, *PACKAGES)
     assert installed(python)["torch"] == "2.6.0"
 
