@@ -163,6 +163,22 @@ def test_every_cut_says_the_same(cuts: list[int], form: str, as_text: bool) -> N
         assert run(family, text, cuts) == run(family, text, [])
 
 
+@pytest.mark.parametrize("form", WITH_TOOLS)
+@given(cuts=st.lists(st.integers(0, 400), max_size=40))
+def test_the_name_of_no_tool_is_text(form: str, cuts: list[int]) -> None:
+    f = FORMATS[form]
+    begin = "" if f.leading or f.call is None else f.call[0]
+    wrap = (lambda text: f"[{text}]") if f.listed else (lambda text: text)
+    other, known = call(form, "rm_rf", {"town": 5}), call(form, "clock", {})
+    for said in (wrap(other), wrap(json.dumps({f.names[0]: "Anna", "age": 5}))):
+        found = run(families(form)[1], begin + said, cuts)
+        assert (found["content"], found["calls"], found["finish"]) == (said, [], "stop")
+    if f.listed:
+        found = run(families(form)[1], f"{begin}[{known}, {other}]", cuts)
+        assert [one["name"] for one in found["calls"]] == ["clock"]
+        assert found["content"] == f", {other}]"
+
+
 def test_ids_of_calls() -> None:
     text = region("mistral", [call("mistral", "clock", {})])
     one, again = (run(families("mistral")[0], text, [])["calls"][0]["id"] for _ in range(2))

@@ -75,6 +75,8 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     #: fields of the schemas that the grammar was made from, by the first number in the names of its rules, to find the
     #: one that is at fault
     parts: tuple[str, ...] = ()
+    #: beside `after`: a text whose first character, after spaces, is this one follows the grammar from its beginning
+    leading: str = ""
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from exl_serve.stream.events import AnswerEvent, ToolArgs, ToolBegin, ToolEnd
@@ -25,8 +25,8 @@ def call_id(request_id: str, choice: int, index: int, length: int | None = None)
 class CallReader:
     """Read the inside of one region: an object for a call, or with `listed` an array of them.
 
-    `names` and `arguments` are the keys of a format. `ended` is true once the region's JSON is complete; `broken` once
-    the text cannot be a call. Events that were returned before stay valid.
+    `tools` are the names that a call may have, `names` and `arguments` the keys of a format. `ended` is true once the
+    region's JSON is complete; `broken` once the text cannot be a call. Events that were returned before stay valid.
     """
 
     def __init__(
@@ -34,16 +34,20 @@ class CallReader:
         choice: int,
         first_index: int,
         new_id: Callable[[int], str],
+        tools: Collection[str],
         *,
         listed: bool,
         names: tuple[str, ...] = ("name",),
         arguments: tuple[str, ...] = ("arguments", "parameters"),
     ) -> None:
-        self._choice, self._new_id = choice, new_id
+        self._choice, self._new_id, self._tools = choice, new_id, tools
         self._listed, self._names, self._arguments = listed, names, arguments
         self.index = first_index
         self.closed = 0
         self.ended = self.broken = self.took_closing = False
+        #: whether a call was begun and not ended
+        self.open = False
+        self._unread: list[str] = []
         self._events: list[AnswerEvent] = []
         self._step = self._list_start if listed else self._object_start
         self._scan = Value()
@@ -59,10 +63,19 @@ class CallReader:
         for at, c in enumerate(text):
             if self.ended or self.broken:
                 return self._flushed(), text[at:]
+            if not self.open:
+                self._unread.append(c)
             if not self._step(c):
                 self.broken = True
+                if not self.open:
+                    self._unread.pop()
                 return self._flushed(), text[at:]
         return self._flushed(), ""
+
+    @property
+    def unread(self) -> str:
+        """The text since the last call's end that is part of no call."""
+        return "".join(self._unread)
 
     def _flushed(self) -> list[AnswerEvent]:
         if self._pending:
@@ -138,9 +151,10 @@ class CallReader:
         text = self._scan.text
         if self._key in self._names and not self._name:
             name = _loads(text)
-            if not isinstance(name, str) or not name:
+            if not isinstance(name, str) or name not in self._tools:
                 return False
-            self._name = name
+            self._name, self.open = name, True
+            self._unread.clear()
             self._events.append(ToolBegin(self._choice, self.index, self._new_id(self.index), name))
             if self._early is not None:
                 self._pending, self._said_arguments = self._early, True
@@ -171,7 +185,7 @@ class CallReader:
             self._events.append(ToolEnd(self._choice, self.index))
             self.index += 1
             self.closed += 1
-            self._name = ""
+            self._name, self.open = "", False
             if self._listed:
                 self._step = self._after_object
             else:
@@ -187,17 +201,6 @@ class CallReader:
             self._step = self._object_start
             return True
         return c in SPACE
-
-    @property
-    def open(self) -> bool:
-        """Whether a call was begun and not ended."""
-        return bool(self._name) and self._step in (
-            self._key_start,
-            self._in_key,
-            self._colon,
-            self._in_value,
-            self._after_value,
-        )
 
 
 class Value:

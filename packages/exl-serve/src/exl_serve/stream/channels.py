@@ -14,8 +14,8 @@ import msgspec
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint
-from exl_serve.stream.calls import CallReader, call_id
-from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolBegin
+from exl_serve.stream.calls import SPACE, CallReader, call_id
+from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning
 from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
 from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import answer_rules, call_grammar
@@ -145,7 +145,7 @@ class OutputFamily:
         then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
         begin = form.call[0]
         after = self.special.get(begin, begin)
-        return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools"),)
+        return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools", leading=form.leading),)
 
     def _called(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
         """Return the tools that may be called. Raises ServeError 400."""
@@ -192,7 +192,6 @@ class ChannelReader:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._calls: CallReader | NamedReader | TaggedReader | PythonReader | None = None
-        self._raw = ""
         self._next_index = self._closed = 0
         self._reasoning_tokens = 0
         self._at_start = True
@@ -317,7 +316,7 @@ class ChannelReader:
                 events += self._marker_as_text(mode)
                 continue
             if self._mode == "content" and self._tools and self._leads_to_call(text):
-                if text.lstrip():
+                if text.strip(SPACE):
                     events += self._release()
                     self._open_region()
                     continue
@@ -351,7 +350,7 @@ class ChannelReader:
             bool(leading)
             and not self._formatted
             and self._at_start
-            and (not text.strip() or text.lstrip()[0] == leading)
+            and (not text.strip(SPACE) or text.lstrip(SPACE)[0] == leading)
         )
 
     def _watched(self) -> list[tuple[str, str]]:
@@ -410,7 +409,7 @@ class ChannelReader:
         if not text:
             return []
         self._sealed = self._formatted and self._mode == "content"
-        if text.strip():
+        if text.strip(SPACE):
             self._at_start = False
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
@@ -426,7 +425,7 @@ class ChannelReader:
         if self._mode == "call" and self._calls is not None and not self._told():
             # No call was found: the text stays text.
             self._mode = "content"
-            events = self._say(self._raw + text)
+            events = self._say(self._calls.unread + text)
         if not keep:
             self._ids.clear()
             self._logprobs.clear()
@@ -435,20 +434,20 @@ class ChannelReader:
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def _open_region(self) -> None:
-        self._mode, self._raw, self._at_start = "call", "", False
+        self._mode, self._at_start = "call", False
         form = self._form
         special = self._family.special
-        if isinstance(form.inside, Tags):
-            self._calls = TaggedReader(self._specs, self._choice, self._next_index, self._call_id, form, special)
-        elif isinstance(form.inside, Named):
-            self._calls = NamedReader(self._choice, self._next_index, self._call_id, form, special)
-        elif isinstance(form.inside, Python):
-            self._calls = PythonReader(self._choice, self._next_index, self._call_id, form, special)
+        if isinstance(form.inside, Tags | Named | Python):
+            kinds: Mapping[type, type[TaggedReader | NamedReader | PythonReader]]
+            kinds = {Tags: TaggedReader, Named: NamedReader, Python: PythonReader}
+            kind = kinds[type(form.inside)]
+            self._calls = kind(self._choice, self._next_index, self._call_id, self._specs, form, special)
         else:
             self._calls = CallReader(
                 self._choice,
                 self._next_index,
                 self._call_id,
+                {tool.name for tool in self._specs},
                 listed=form.listed,
                 names=form.names,
                 arguments=form.arguments,
@@ -467,17 +466,14 @@ class ChannelReader:
         complete = reader.ended
         if complete:
             return self._behind_region(text)
-        if not self._told():
-            self._raw += text
         events, rest = reader.feed(text)
         self._ids.clear()
         self._logprobs.clear()
         if reader.broken:
-            said = any(isinstance(event, ToolBegin) for event in events) or self._told()
-            raw, self._raw = self._raw, ""
+            # A call that was reported stays open; text that is part of no call is text.
+            unread = "" if reader.open else reader.unread
             self._leave_region()
-            # A call that was reported stays open; text that was no call at all is text.
-            return (events, rest) if said else (self._say(raw.removesuffix(rest)), rest)
+            return events + self._say(unread), rest
         if reader.ended:
             return events, rest
         return events, ""
@@ -495,10 +491,10 @@ class ChannelReader:
                 return [], ""
         elif not stripped:
             return [], ""
-        if stripped.startswith(";") and self._form.leading == "{":
+        if self._form.separator and stripped.startswith(self._form.separator):
             self._leave_region()
             self._open_region()
-            return [], stripped[1:]
+            return [], stripped[len(self._form.separator) :]
         self._leave_region()
         return [], stripped
 

@@ -42,7 +42,7 @@ def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, 
     Raises ServeError 400 for a schema that this syntax cannot follow.
     """
     if form.inside is None:
-        return _json_grammar(form, tools, many)
+        return _json_grammar(form, tools, special, many)
     rules = _Rules(form, special)
     for at, tool in enumerate(tools):
         rules.tool(at, tool)
@@ -96,7 +96,7 @@ def text_until(name: str, marker: str, special: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _json_grammar(form: Format, tools: Sequence[ToolSpec], many: bool) -> str:
+def _json_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], many: bool) -> str:
     """Return the grammar of a region whose calls are JSON objects."""
     name, arguments = form.names[0], form.arguments[0]
     lines = []
@@ -114,6 +114,9 @@ def _json_grammar(form: Format, tools: Sequence[ToolSpec], many: bool) -> str:
         lines.append(f"call_{at}: %json {json.dumps(schema)}")
     more = '("," _SPACE call)*' if many else ""
     start = f'_SPACE "[" call {more} "]"' if form.listed else "_SPACE call"
+    if form.separator and many:
+        end = "" if form.call is None else marker_rule(form.call[1], special)
+        start += f" (_SPACE {json.dumps(form.separator)} _SPACE call)* (_SPACE {end})?"
     one = " | ".join(f"call_{at}" for at in range(len(tools)))
     return "\n".join([f"start: {start}", f"call: {one}", f"_SPACE: {_SPACE}", *lines])
 

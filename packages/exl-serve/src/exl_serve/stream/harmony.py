@@ -77,7 +77,7 @@ class HarmonyMachine:
 
     def __init__(self, choice: int, settings: ChannelSettings, request_id: str, special: Mapping[str, int]) -> None:
         self._choice, self._id = choice, request_id
-        self._tools = bool(settings.tools) and settings.tool_choice != "none"
+        self._tools = {tool.name for tool in settings.tools} if settings.tool_choice != "none" else set()
         self._reasoning = settings.reasoning
         self._shows_stop = settings.shows_stop
         self._special = special
@@ -175,7 +175,7 @@ class HarmonyMachine:
         self._ids.clear()
         self._logprobs.clear()
         call = _RECIPIENT.search(header)
-        if call is not None and self._tools:
+        if call is not None and call.group(1) in self._tools:
             self._mode, self._scan = "call", Value()
             return [ToolBegin(self._choice, self._index, call_id(self._id, self._choice, self._index), call.group(1))]
         channel = header.partition("<|channel|>")[2].split()

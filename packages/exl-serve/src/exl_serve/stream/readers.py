@@ -47,22 +47,36 @@ class _Reader:
     """The common part of all readers: numbers, names and ends of calls."""
 
     def __init__(
-        self, choice: int, first_index: int, new_id: Callable[[int], str], form: Format, special: Mapping[str, int]
+        self,
+        choice: int,
+        first_index: int,
+        new_id: Callable[[int], str],
+        tools: Sequence[ToolSpec],
+        form: Format,
+        special: Mapping[str, int],
     ) -> None:
         self._choice, self._new_id, self._form, self._special = choice, new_id, form, special
+        self._tools = {tool.name: tool.parameters for tool in tools}
         self.index = first_index
         self.closed = 0
         self.ended = self.broken = self.took_closing = False
         self.open = False
+        self._unread: list[str] = []
         self._events: list[AnswerEvent] = []
         self._pending: list[str] = []
 
     def _begin(self, name: str) -> bool:
-        if not name or len(name) > LONGEST_NAME or any(c in "<>{}\"'" or c.isspace() for c in name):
+        if name not in self._tools:
             return False
         self._events.append(ToolBegin(self._choice, self.index, self._new_id(self.index), name))
         self.open = True
+        self._unread.clear()
         return True
+
+    @property
+    def unread(self) -> str:
+        """The text since the last call's end that is part of no call."""
+        return "".join(self._unread)
 
     def _flush(self) -> None:
         text = "".join(self._pending)
@@ -76,6 +90,7 @@ class _Reader:
         self.index += 1
         self.closed += 1
         self.open = False
+        self._unread.clear()
 
     def _taken(self) -> list[AnswerEvent]:
         self._flush()
@@ -127,12 +142,14 @@ class _MarkedReader(_Reader):
                 where, one = min(found, key=lambda pair: (pair[0], -len(pair[1])))
                 if not self._text(text[at:where]):
                     return self._broken(text[at:])
+                self._pass(text[at : where + len(one)])
                 self.broken = not self._reached(one)
                 at = where + len(one)
                 continue
             keep = self._keep(text, at)
             if not self._text(text[at : len(text) - keep]):
                 return self._broken(text[at:])
+            self._pass(text[at : len(text) - keep])
             self._held = text[len(text) - keep :]
             return self._taken(), ""
         return self._taken(), text[at:]
@@ -140,7 +157,16 @@ class _MarkedReader(_Reader):
     def _broken(self, text: str) -> tuple[list[AnswerEvent], str]:
         """Handle text that is not allowed here: it is not part of the calls, wherever it was cut."""
         self.broken = True
-        return self._taken(), text.lstrip()
+        return self._taken(), text
+
+    def _pass(self, text: str) -> None:
+        if not self.open:
+            self._unread.append(text)
+
+    @property
+    def unread(self) -> str:
+        """The text since the last call's end that is part of no call."""
+        return super().unread + self._held
 
     def _json(self, text: str, at: int) -> int:
         raise NotImplementedError
@@ -160,6 +186,7 @@ class _MarkedReader(_Reader):
         if spelled not in self._wanted():
             return None
         held, self._held = self._held, ""
+        self._pass(held)
         self.broken = not (self._text(held) and self._reached(spelled))
         return self._taken()
 
@@ -242,11 +269,10 @@ class NamedReader(_MarkedReader):
 class TaggedReader(_MarkedReader):
     """Read parameters between tags, by the format's `Tags`; each becomes JSON by its schema."""
 
-    def __init__(self, tools: Sequence[ToolSpec], *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert isinstance(self._form.inside, Tags)
         self._tags: Tags = self._form.inside
-        self._tools = {tool.name: tool.parameters for tool in tools}
         self._state = "before" if self._tags.name_begin else "name"
         self._schemas: Mapping[str, Any] = {}
         self._key, self._count = "", 0
@@ -383,8 +409,12 @@ class PythonReader(_Reader):
         for at, c in enumerate(text):
             if self.ended or self.broken:
                 return self._taken(), text[at:]
+            if not self.open:
+                self._unread.append(c)
             if not getattr(self, f"_in_{self._state}")(c):
                 self.broken = True
+                if not self.open:
+                    self._unread.pop()
                 return self._taken(), text[at:]
         return self._taken(), ""
 

@@ -59,6 +59,8 @@ class Format:
     arguments: tuple[str, ...] = ("arguments", "parameters")
     #: an answer that begins with this sign may be a call, without a marker
     leading: str = ""
+    #: between the objects of a region that is no array
+    separator: str = ""
     #: what a region holds; None: JSON
     inside: Named | Tags | Python | Harmony | None = None
     #: letters and digits of a call's id; None: "call_" and 24
@@ -90,6 +92,7 @@ FORMATS: dict[str, Format] = {
             call=("<|python_tag|>", "<|eom_id|>"),
             arguments=("parameters", "arguments"),
             leading="{",
+            separator=";",
             signs=("<|python_tag|>", "Environment: ipython"),
         ),
         Format(
