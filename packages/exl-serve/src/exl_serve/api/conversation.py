@@ -87,7 +87,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     call.phase("tokenise", began)
     settings = rendered.settings
     constraints = family.constraints(settings, asked.wanted)
-    if "reasoning_budget" in fields and not family.forces_call(settings):
+    if "reasoning_budget" in fields:
         constraints += (family.budget(fields["reasoning_budget"], settings.starts_in_reasoning),)
     request = engine_request(
         call,
@@ -132,7 +132,11 @@ async def _rendered(
         async with call.state.renders.turn(call.caller.name):
             prompt, ids = await text.render(messages, tools, asked.variables)
         call.state.meter.observe("exl_template_seconds", time.monotonic() - began, model_name=call.model)
-        read = replace(settings, starts_in_reasoning=family.starts_in_reasoning(ids, prompt))
+        read = replace(
+            settings,
+            starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
+            reasoning_over=family.reasoning_over(prompt),
+        )
         # A forced call begins in the prompt, and needs room there.
         forced = family.forced_prefix(read)
         return [*front, *ids, *(text.encode(forced, special=True) if forced else ())], read

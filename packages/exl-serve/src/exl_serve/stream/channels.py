@@ -18,8 +18,8 @@ from exl_serve.stream.calls import SPACE, CallReader, call_id
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning
 from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
 from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
-from exl_serve.stream.grammars import answer_rules, call_grammar
-from exl_serve.stream.harmony import HarmonyMachine, forced_header, harmony_answer, harmony_grammar
+from exl_serve.stream.grammars import answer_rules, call_grammar, forced_grammar
+from exl_serve.stream.harmony import HarmonyMachine, harmony_answer, harmony_grammar
 from exl_serve.stream.readers import NamedReader, PythonReader, TaggedReader
 
 __all__ = ["OutputFamily", "detect_family"]
@@ -64,14 +64,24 @@ class OutputFamily:
         begin, end = self.form.think
         return prompt_text.rfind(begin) > prompt_text.rfind(end)
 
+    def reasoning_over(self, prompt_text: str) -> bool:
+        """Whether the rendered prompt ends with the end of reasoning."""
+        return self.form.think is not None and prompt_text.rstrip().endswith(self.form.think[1])
+
     def forced_prefix(self, settings: ChannelSettings) -> str:
         """Return the text after the prompt of an answer that must be a call: the machine starts inside the region."""
-        if self.forces_call(settings) and isinstance(self.form.inside, Harmony):
-            return forced_header()
-        if not self.forces_call(settings) or self.form.call is None:
+        if not self.forces_call(settings) or self.form.call is None or self._thinking(settings) != "over":
             return ""
-        closed = "" if not settings.starts_in_reasoning or self.form.think is None else f"\n{self.form.think[1]}\n\n"
-        return closed + ("" if self.form.leading else self.form.call[0])
+        return "" if self.form.leading else self.form.call[0]
+
+    def _thinking(self, settings: ChannelSettings) -> Literal["over", "open", "possible"]:
+        """Return whether an answer that must be a call begins with reasoning."""
+        if self.form.think is None:
+            return "over"
+        if settings.starts_in_reasoning:
+            return "open"
+        # A vocabulary with the marker is that of a model which may open its reasoning itself.
+        return "possible" if self.form.think[0] in self.special and not settings.reasoning_over else "over"
 
     def forces_call(self, settings: ChannelSettings) -> bool:
         """Whether the answer must be a call."""
@@ -133,15 +143,16 @@ class OutputFamily:
                 return (self._around(response_format, harmony_answer(tools, self.special)),)
             return (harmony_grammar(tools, self.special, forced=forced, parallel=settings.parallel),)
         assert form.call is not None
-        many = settings.parallel and not forced
+        many = settings.parallel and settings.tool_choice in ("auto", "required")
         if response_format is not None and not forced:  # an answer that must be a call has no content
             pattern = response_format.kind == "regex"
             rules = answer_rules(form, tools, self.special, many=many, pattern=pattern)
             either = self._around(response_format, rules)
             return (self._behind(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
-        grammar = call_grammar(form, tools, self.special, many=many)
         if forced:
+            grammar = forced_grammar(form, tools, self.special, many=many, thinking=self._thinking(settings))
             return (Constraint(kind="lark", source=grammar, param="tools"),)
+        grammar = call_grammar(form, tools, self.special, many=many)
         then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
         begin = form.call[0]
         after = self.special.get(begin, begin)
@@ -202,7 +213,7 @@ class ChannelReader:
         #: contents that begin as a call does, without line breaks before them: an answer begins without them (`_say`)
         contents = [text.lstrip("\n") for text in settings.contents]
         self._alike = [text for text in contents if begin and text.startswith(begin)]
-        if tools and family.forces_call(settings):
+        if tools and family.forces_call(settings) and (form.leading or family.forced_prefix(settings)):
             self._open_region()
 
     def feed(self, event: EngineEvent) -> list[AnswerEvent]:

@@ -34,6 +34,8 @@ class ChannelSettings:
     parallel: bool = True
     #: whether output starts inside reasoning: the rendered prompt ends in an open region
     starts_in_reasoning: bool = False
+    #: whether the rendered prompt ends with the end of reasoning
+    reasoning_over: bool = False
     #: whether reasoning is separated; else it stays part of the content
     reasoning: bool = True
     #: whether a grammar decides at the answer's beginning between calls and a content that has a format

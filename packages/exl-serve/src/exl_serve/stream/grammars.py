@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from exl_serve.errors import ServeError
 from exl_serve.stream.families.table import Format, Named, Python, Tags
 from exl_serve.stream.family import ToolSpec
 from exl_serve.stream.readers import value_kind
 
-__all__ = ["answer_rules", "call_grammar", "json_rule", "marker_rule", "text_until"]
+__all__ = ["answer_rules", "call_grammar", "forced_grammar", "json_rule", "marker_rule", "text_until"]
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SPACE = "/[ \\t\\r\\n]{0,4}/"
@@ -60,29 +60,71 @@ def answer_rules(
     out. Raises ServeError 400 for a schema that this syntax cannot follow.
     """
     assert form.call is not None
-    begin, end = form.call
+    begin = form.call[0]
     told = pattern and begin not in special
-    inside = call_grammar(form, tools, special, many=many).removeprefix("start: ")
-    listed = form.listed or isinstance(form.inside, Python)
-    named = isinstance(form.inside, Named) and bool(form.inside.begin)
-    closed = (
-        form.leading
-        or named
-        or isinstance(form.inside, Python)
-        or (isinstance(form.inside, Tags) and not form.inside.end)
-    )
-    closing = "" if closed or not end else f"_SPACE {marker_rule(end, special)}"
-    more = "(_LINES region)*" if many and not (listed or named or form.leading) else ""
     return "\n".join(
         [
             f"answer: {'PLAIN' if told else 'content'} | _LINES calls",
             *([rf"PLAIN: CONTENT & ~/\n*{_regex(begin)}(?s:.)*/"] if told else []),
-            r"_LINES: /\n{0,2}/",  # the reader drops line breaks before and between calls
-            f"calls: region {more}",
-            f"region: {marker_rule(begin, special)} inside {closing}",
-            f"inside: {inside}",
+            *_region_rules(form, tools, special, many=many),
         ]
     )
+
+
+def forced_grammar(
+    form: Format,
+    tools: Sequence[ToolSpec],
+    special: Mapping[str, int],
+    *,
+    many: bool,
+    thinking: Literal["over", "open", "possible"],
+) -> str:
+    """Return the grammar of an answer that is calls alone, after its reasoning.
+
+    `thinking`: "over", the answer begins behind the first region's opening marker; "open", inside of reasoning;
+    "possible", the answer may begin with reasoning. Raises ServeError 400 for a schema that this syntax cannot follow.
+    """
+    assert form.call is not None
+    if form.leading:  # has no marker, and no reasoning
+        return call_grammar(form, tools, special, many=many)
+    rules = _region_rules(form, tools, special, many=many)
+    if thinking == "over" or form.think is None:
+        closing = _closing(form, special)
+        more = "(_LINES region)*" if many and _several_regions(form) else ""
+        more = f"({closing} {more})?" if closing and more else more
+        return "\n".join([f"start: inside {more}", *rules])
+    begin, end = form.think
+    thought = "thinking" if thinking == "open" else f"({marker_rule(begin, special)} thinking)?"
+    return "\n".join([f"start: {thought} _LINES calls", *text_until("thinking", end, special), *rules])
+
+
+def _several_regions(form: Format) -> bool:
+    """Whether several calls are several regions."""
+    several = form.listed or form.leading or isinstance(form.inside, Python)
+    return not (several or (isinstance(form.inside, Named) and form.inside.begin))
+
+
+def _closing(form: Format, special: Mapping[str, int]) -> str:
+    """Return the closing marker of a region, or "" where `call_grammar` has it."""
+    end = "" if form.call is None else form.call[1]
+    named = isinstance(form.inside, Named) and form.inside.begin
+    tagged = isinstance(form.inside, Tags) and not form.inside.end
+    if not end or named or tagged or form.leading or isinstance(form.inside, Python):
+        return ""
+    return f"_SPACE {marker_rule(end, special)}"
+
+
+def _region_rules(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> list[str]:
+    """Return the rule `calls`, regions of calls with their markers, and the rules that it needs."""
+    begin = "" if form.call is None else form.call[0]
+    inside = call_grammar(form, tools, special, many=many).removeprefix("start: ")
+    more = "(_LINES region)*" if many and _several_regions(form) else ""
+    return [
+        r"_LINES: /\n{0,2}/",  # the reader drops line breaks before and between calls
+        f"calls: region {more}",
+        f"region: {marker_rule(begin, special)} inside {_closing(form, special)}",
+        f"inside: {inside}",
+    ]
 
 
 def text_until(name: str, marker: str, special: Mapping[str, int]) -> list[str]:

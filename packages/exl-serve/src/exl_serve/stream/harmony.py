@@ -20,37 +20,39 @@ from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, 
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import json_rule, marker_rule, text_until
 
-__all__ = ["HarmonyMachine", "forced_header", "harmony_answer", "harmony_grammar"]
+__all__ = ["HarmonyMachine", "harmony_answer", "harmony_grammar"]
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _HEADER_LIMIT = 4096
 
 
-def forced_header() -> str:
-    """Return the text after the prompt of an answer that must be a call."""
-    return "<|channel|>commentary to=functions."
-
-
 def harmony_grammar(
     tools: Sequence[ToolSpec], special: Mapping[str, int], *, forced: bool, parallel: bool
 ) -> Constraint:
-    """Return the constraint of a call from the function's name on, where the schema of its arguments is known."""
-    source = "\n".join([f"start: {_any(tools)}", *_calls(tools, special)])
+    """Return the constraint of a call from the function's name on, where the schema of its arguments is known; of an
+    answer that must be a call, from its beginning on.
+    """
     if forced:
-        return Constraint(kind="lark", source=source, param="tools")
+        rules = harmony_answer(tools, special, forced=True)
+        return Constraint(kind="lark", source=f"start: answer\n{rules}", param="tools")
+    source = "\n".join([f"start: {_any(tools)}", *_calls(tools, special)])
     then: Literal["rearm", "release"] = "rearm" if parallel else "release"
     return Constraint(kind="lark", source=source, after="to=functions.", then=then, param="tools")
 
 
-def harmony_answer(tools: Sequence[ToolSpec], special: Mapping[str, int]) -> str:
-    """Return the rules of an answer: any reasoning, then `content`, a rule defined elsewhere, or a call of a tool."""
+def harmony_answer(tools: Sequence[ToolSpec], special: Mapping[str, int], *, forced: bool = False) -> str:
+    """Return the rules of an answer: any reasoning, then `content`, a rule defined elsewhere, or a call of a tool.
+
+    `forced`: a call it must be.
+    """
     channel, message, start = (marker_rule(f"<|{one}|>", special) for one in ("channel", "message", "start"))
+    last = "called" if forced else "final | called" if tools else "final"
     lines = [
-        f"answer: (thought {start} {json.dumps('assistant')})* ({'final | called' if tools else 'final'})",
+        f"answer: (thought {start} {json.dumps('assistant')})* ({last})",
         f'thought: {channel} "analysis" {message} thinking',
         *text_until("thinking", "<|end|>", special),
-        f'final: {channel} "final" tail content',
+        *([] if forced else [f'final: {channel} "final" tail content']),
         *_calls(tools, special),
     ]
     if tools:
@@ -84,7 +86,7 @@ class HarmonyMachine:
         self._by_id = {special[one]: one for one in MARKERS if one in special}
         self._as_text = tuple(one for one in MARKERS if one not in special)
         self._mode = "header"
-        self._header = forced_header() if self._tools and settings.tool_choice not in ("none", "auto") else ""
+        self._header = ""
         self._held = ""
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []

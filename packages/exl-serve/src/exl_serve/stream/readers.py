@@ -157,7 +157,8 @@ class _MarkedReader(_Reader):
     def _broken(self, text: str) -> tuple[list[AnswerEvent], str]:
         """Handle text that is not allowed here: it is not part of the calls, wherever it was cut."""
         self.broken = True
-        return self._taken(), text
+        # The spaces before it, in an open call, are part of neither.
+        return self._taken(), text.lstrip() if self.open else text
 
     def _pass(self, text: str) -> None:
         if not self.open:
