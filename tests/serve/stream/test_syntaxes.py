@@ -388,7 +388,7 @@ CLOSING = ('"', "\n", "<", ")", "}", "]", "`")
 def drawn(
     grammar: ExLlamaV2GrammarFilter, tokenizer: TextTokenizer, begin: str, draw: random.Random
 ) -> list[int] | None:
-    """Tokens that begin so and that the grammar takes to its end: some at random, then those that lead out of a text."""
+    """Tokens that begin so and that the grammar takes to its end: some at random, then those that end a text."""
     one = grammar.clone()
     one.begin("")
     ids = tokenizer.encode_ids(begin)

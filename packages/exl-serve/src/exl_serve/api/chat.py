@@ -12,6 +12,7 @@ from exl_serve.api.prepare import prompt_logprobs_of, read_request, settings_of,
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, CONVERSATION, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
+from exl_serve.request.internal import ids_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
 from exl_serve.request.rules import anything, boolean, integer, one_of, string
 from exl_serve.stream.chunks import Chat, FunctionChat
@@ -148,6 +149,7 @@ async def chat_completions(call: Call) -> None:
         tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
         truncated=prepared.truncated,
     )
+    answer.prompt_ids = [ids_of(prepared.request.prompt)] if fields.get("return_token_ids", False) else ()
     if fields.get("echo", False) and messages[-1]["role"] == "assistant":
         answer.echo = str(messages[-1]["content"])
     await serve(

@@ -135,6 +135,7 @@ async def completions(call: Call) -> None:
         tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
         truncated=truncated,
     )
+    answer.prompt_ids = prompts
     if not shown:
         answer.hidden = frozenset(text.special.values())
     if fields.get("echo", False):

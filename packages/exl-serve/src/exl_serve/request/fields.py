@@ -266,7 +266,13 @@ COMMON: tuple[Field, ...] = (
     Field("safety_identifier", string(512), "a text", meaning="your name for the end user; the log has a digest of it"),
     Field("prompt_cache_key", string(512), "a text", meaning="not used: all prompts share the cache, see `cache_salt`"),
     Field("metadata", anything, "anything", meaning="not used"),
-    Field("return_token_ids", boolean, "true or false", meaning="the ids of prompt and answer are in the answer"),
+    Field(
+        "return_token_ids",
+        boolean,
+        "true or false",
+        meaning="`token_ids` of the answer, also of its reasoning and calls, and `prompt_token_ids`, in a stream once; "
+        "an image in the prompt is one negative number",
+    ),
     Field(
         "return_tokens_as_token_ids",
         boolean,

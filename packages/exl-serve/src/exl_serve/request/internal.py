@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Constraint", "EngineRequest", "MediaRef", "Sampling", "id_bytes"]
+__all__ = ["Constraint", "EngineRequest", "MediaRef", "Sampling", "id_bytes", "ids_of"]
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -147,6 +147,14 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     def open_choices(self) -> tuple[int, ...]:
         """The completions to run: all that are not over."""
         return tuple(choice for choice in range(self.n) if choice not in self.over)
+
+
+def ids_of(data: bytes) -> list[int]:
+    """Return the token ids of `id_bytes`."""
+    found = array("i", data)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
 
 
 def id_bytes(ids: Sequence[int]) -> bytes:

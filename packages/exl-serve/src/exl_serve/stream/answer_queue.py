@@ -165,12 +165,14 @@ def _last_of(events: list[AnswerEvent], choice: int) -> int:
 def _joins(last: Piece, event: Piece) -> bool:
     if isinstance(last, ToolArgs) and isinstance(event, ToolArgs) and last.index != event.index:
         return False
-    return last.choice == event.choice
+    # In a piece the tokens without text are before the others.
+    return last.choice == event.choice and not (event.hidden and not isinstance(last, ToolArgs) and last.ids)
 
 
 def _joined(last: Piece, event: Piece) -> Piece:
+    text, hidden = last.text + event.text, last.hidden + event.hidden
     if isinstance(last, ToolArgs) or isinstance(event, ToolArgs):
-        return dataclasses.replace(last, text=last.text + event.text)
+        return dataclasses.replace(last, text=text, hidden=hidden)
     return dataclasses.replace(
-        last, text=last.text + event.text, ids=last.ids + event.ids, logprobs=last.logprobs + event.logprobs
+        last, text=text, ids=last.ids + event.ids, logprobs=last.logprobs + event.logprobs, hidden=hidden
     )

@@ -15,7 +15,7 @@ from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Sta
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint
 from exl_serve.stream.calls import SPACE, CallReader, call_id
-from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning
+from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
 from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import answer_rules, call_grammar, forced_grammar
@@ -200,7 +200,9 @@ class ChannelReader:
         self._mode = "reasoning" if settings.starts_in_reasoning and self._think else "content"
         self._begun = False
         self._held = ""
+        #: tokens of the text that is held back; the tokens before them whose text no event has
         self._ids: list[int] = []
+        self._hidden: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._calls: CallReader | NamedReader | TaggedReader | PythonReader | None = None
         self._next_index = self._closed = 0
@@ -222,7 +224,7 @@ class ChannelReader:
             return self._tokens(event)
         if isinstance(event, Finished):
             read = self._end_of_alike()
-            ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
+            ended = [] if self._calls is None or event.reason == "length" else self._of_call(self._calls.finish())
             left = self._release(keep=True)
             if self._shows_stop and event.reason == "stop_string" and self._mode != "call":
                 left += self._say(str(event.stop))
@@ -250,6 +252,7 @@ class ChannelReader:
             self._reasoning_tokens,
             tuple(self._ids) if left else (),
             tuple(self._logprobs) if left else (),
+            tuple(self._hidden if left else self._hidden + self._ids),
         )
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
@@ -265,17 +268,17 @@ class ChannelReader:
         events: list[AnswerEvent] = []
         rest = event.text
         for at, token in enumerate(event.ids):
+            spelled = specials.get(token)
+            if spelled is not None:
+                # The text before it is the pieces of the earlier tokens.
+                before, found, behind = rest.partition(spelled)
+                if found:
+                    events += self._text(before)
+                    rest = behind
             self._ids.append(token)
             self._logprobs += event.logprobs[at : at + 1]
-            spelled = specials.get(token)
-            if spelled is None:
-                continue
-            # The text before it is the pieces of the earlier tokens.
-            before, found, behind = rest.partition(spelled)
-            if found:
-                events += self._text(before)
-                rest = behind
-            events += self._marker(spelled)
+            if spelled is not None:
+                events += self._marker(spelled)
         return [*events, *self._text(rest)]
 
     def _marker(self, spelled: str) -> list[AnswerEvent]:
@@ -293,7 +296,7 @@ class ChannelReader:
             if self._mode == "call" and self._calls is not None:
                 inside = self._calls.marker(spelled)
                 if inside is not None:
-                    return [*inside, *self._left_if_over()]
+                    return [*self._of_call(inside), *self._left_if_over()]
             if spelled == form.call[1] and self._mode == "call":
                 return self._close_region()
             if spelled == form.call[0] and self._mode == "call":
@@ -422,15 +425,30 @@ class ChannelReader:
         self._sealed = self._formatted and self._mode == "content"
         if text.strip(SPACE):
             self._at_start = False
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        ids, logprobs, hidden = tuple(self._ids), tuple(self._logprobs), tuple(self._hidden)
         self._ids.clear()
         self._logprobs.clear()
+        self._hidden.clear()
         if self._mode == "reasoning":
-            return [Reasoning(self._choice, text, ids, logprobs)]
-        return [Content(self._choice, text, ids, logprobs)]
+            return [Reasoning(self._choice, text, ids, logprobs, hidden)]
+        return [Content(self._choice, text, ids, logprobs, hidden)]
+
+    def _hide(self) -> None:
+        """Keep the tokens for the next event, as tokens without text."""
+        self._hidden += self._ids
+        self._ids.clear()
+        self._logprobs.clear()
+
+    def _of_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        """Return a reader's events, with the tokens so far."""
+        self._hide()
+        if events and isinstance(events[0], ToolBegin | ToolArgs | ToolEnd):
+            events[0].hidden = tuple(self._hidden)
+            self._hidden.clear()
+        return events
 
     def _release(self, *, keep: bool = False) -> list[AnswerEvent]:
-        """Release the held-back text as text. Tokens without text are dropped, unless `keep`."""
+        """Release the held-back text as text. Tokens without text are hidden, unless `keep`."""
         text, self._held = self._held, ""
         events = self._say(text) if self._mode != "call" else []
         if self._mode == "call" and self._calls is not None and not self._told():
@@ -438,8 +456,7 @@ class ChannelReader:
             self._mode = "content"
             events = self._say(self._calls.unread + text)
         if not keep:
-            self._ids.clear()
-            self._logprobs.clear()
+            self._hide()
         return events
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -478,8 +495,7 @@ class ChannelReader:
         if complete:
             return self._behind_region(text)
         events, rest = reader.feed(text)
-        self._ids.clear()
-        self._logprobs.clear()
+        events = self._of_call(events)
         if reader.broken:
             # A call that was reported stays open; text that is part of no call is text.
             unread = "" if reader.open else reader.unread

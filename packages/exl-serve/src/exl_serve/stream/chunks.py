@@ -41,10 +41,14 @@ class Choice:
     """The content of one choice so far."""
 
     begun: bool = False
+    #: a chunk of it was made
+    sent: bool = False
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    #: the ids that no chunk has yet
+    unsent: list[int] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
     stop: int | str | None = None
@@ -88,6 +92,8 @@ class Answer:
         #: tokens of the prompts that were left out; None where the request does not allow that
         self._truncated = truncated
         self._reasoning_field = reasoning_field
+        #: of each prompt, where they are asked for
+        self.prompt_ids: Sequence[Sequence[int]] = ()
         self.error: ServeError | None = None
         #: choices without a finish
         self._unfinished = n
@@ -119,6 +125,10 @@ class Answer:
             if self.error is not None:
                 break
             choice = self.choices[event.choice]
+            if not isinstance(event, Begun | Error):
+                new = [*event.hidden, *getattr(event, "ids", ())]
+                choice.ids += new
+                choice.unsent += new
             if isinstance(event, Begun):
                 self._count_prompt(event)
                 continue
@@ -248,9 +258,15 @@ class Answer:
         self._unfinished -= choice.finish is None
         choice.finish, choice.stop = event.reason, event.stop
         choice.logprobs += event.logprobs
-        choice.ids += event.ids
         self._usages[event.choice] = event.usage  # in the order in which the choices end
         self._reasoning_tokens += event.reasoning_tokens
+
+    def _with_ids(self, piece: dict[str, Any], choice: Choice) -> dict[str, Any]:
+        """Return the chunk of a piece, with the ids that no chunk has yet where they are asked for."""
+        ids, choice.unsent = choice.unsent, []
+        if self._return_ids:
+            piece["token_ids"] = ids
+        return self._chunk(piece, len(ids))
 
     def _chunk(self, choice: dict[str, Any], new_tokens: int = 0) -> dict[str, Any]:
         self._running += new_tokens
@@ -276,13 +292,20 @@ class Chat(Answer):
 
     def whole(self) -> dict[str, Any]:
         """Return the answer without a stream. Raises ServeError where a choice has failed."""
-        return super().whole() | ({"prompt_logprobs": self._scored(0)} if self._shows_prompt else {})
+        scores = {"prompt_logprobs": self._scored(0)} if self._shows_prompt else {}
+        return super().whole() | scores | self._of_prompts()
+
+    def _of_prompts(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_ids[0]} if self._return_ids and self.prompt_ids else {}
 
     def _first(self, index: int) -> list[dict[str, Any]]:
         deltas = [{"role": "assistant", "content": ""}, *([{"content": self.echo}] if self.echo else [])]
-        return [
+        chunks = [
             self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) for delta in deltas
         ]
+        if sum(choice.begun for choice in self.choices) == 1:
+            chunks[0] |= self._of_prompts()
+        return chunks
 
     def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
@@ -290,25 +313,19 @@ class Chat(Answer):
             last: dict[str, Any] = {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": event.reason}
             if self._logprobs and event.logprobs:
                 last["logprobs"] = {"content": [self._logprob(one) for one in event.logprobs], "refusal": None}
-            if self._return_ids:
-                last["token_ids"] = list(event.ids)
             if event.stop is not None:
                 last["stop_reason"] = event.stop
-            return [self._chunk(last)]
+            return [self._with_ids(last, choice)]
         delta: dict[str, Any]
         logprobs: dict[str, Any] | None = None
-        ids: tuple[int, ...] = ()
         if isinstance(event, Content):
             choice.text.append(event.text)
             choice.logprobs += event.logprobs
-            choice.ids += event.ids
-            ids = event.ids
             delta = {"content": event.text}
             if self._logprobs:
                 logprobs = {"content": [self._logprob(one) for one in event.logprobs], "refusal": None}
         elif isinstance(event, Reasoning):
             choice.reasoning.append(event.text)
-            ids = event.ids
             delta = dict.fromkeys(self._reasoning_names(), event.text)
             if not delta:
                 return []
@@ -323,9 +340,7 @@ class Chat(Answer):
         else:
             return []
         piece: dict[str, Any] = {"index": event.choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if self._return_ids:
-            piece["token_ids"] = list(ids)
-        return [self._chunk(piece, len(ids))]
+        return [self._with_ids(piece, choice)]
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = self.echo + "".join(choice.text)
@@ -403,7 +418,8 @@ class Completion(Answer):
         choice = self.choices[index]
         choice.places = self._places(index)
         logprobs = self._shape(self._of_prompt(index), choice.places) if self._logprobs else None
-        return [self._text_chunk(index, self.echo[index], logprobs)] if self.echo[index] or logprobs else []
+        shown = self.echo[index] or logprobs
+        return [self._text_chunk(index, self.echo[index], logprobs, first=True)] if shown else []
 
     def _of_prompt(self, index: int) -> list[TokenLogprob]:
         return self._prompt_logprobs[index // self._per_prompt] if self.echo else []
@@ -422,18 +438,24 @@ class Completion(Answer):
         return b"" if token in self.hidden else self._text.piece(token)
 
     def _text_chunk(
-        self, index: int, text: str, logprobs: Any = None, finish: str | None = None, ids: Sequence[int] = ()
+        self, index: int, text: str, logprobs: Any = None, finish: str | None = None, *, first: bool = False
     ) -> dict[str, Any]:
         piece: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        if self._return_ids:
-            piece["token_ids"] = list(ids)
-        return self._chunk(piece, len(ids))
+        choice = self.choices[index]
+        if not choice.sent:
+            choice.sent = True
+            piece |= self._ids_of_prompt(index)
+        return self._chunk(piece) if first else self._with_ids(piece, choice)
+
+    def _ids_of_prompt(self, index: int) -> dict[str, Any]:
+        prompts = self.prompt_ids
+        return {"prompt_token_ids": prompts[index // self._per_prompt]} if self._return_ids and prompts else {}
 
     def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
             self._end(event, choice)
             left = self._shape(event.logprobs, choice.places) if self._logprobs and event.logprobs else None
-            chunk = self._text_chunk(event.choice, "", left, event.reason, event.ids)
+            chunk = self._text_chunk(event.choice, "", left, event.reason)
             if event.stop is not None:
                 chunk["choices"][0]["stop_reason"] = event.stop
             return [chunk]
@@ -441,9 +463,8 @@ class Completion(Answer):
             return []
         choice.text.append(event.text)
         choice.logprobs += event.logprobs
-        choice.ids += event.ids
         logprobs = self._shape(event.logprobs, choice.places) if self._logprobs else None
-        return [self._text_chunk(event.choice, event.text, logprobs, None, event.ids)]
+        return [self._text_chunk(event.choice, event.text, logprobs)]
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = None
@@ -463,6 +484,7 @@ class Completion(Answer):
             found["prompt_logprobs"] = self._shown[prompt]
         if self._return_ids:
             found["token_ids"] = choice.ids
+            found |= self._ids_of_prompt(index)
         return found
 
     def _shape(self, logprobs: Sequence[TokenLogprob], places: _Places) -> dict[str, list[Any]]:

@@ -1,7 +1,8 @@
 """The parts of an answer, for every public API alike.
 
 For each choice: `Begun`, then any number of `Reasoning`, `Content` and tool calls (`ToolBegin`, any `ToolArgs`,
-`ToolEnd`), then exactly one `Finish` or `Error`. Texts are complete UTF-8 and not empty.
+`ToolEnd`), then exactly one `Finish` or `Error`. Texts are complete UTF-8 and not empty. `hidden` and
+`ids` of all events, joined in this order, are the tokens of the answer.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Reasoning:
     text: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    #: tokens without text that came before
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Content:
     #: the tokens whose text this is
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    #: tokens without text that came before
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class ToolBegin:
     index: int
     id: str
     name: str
+    #: tokens that came with it, those of the call's markers included
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -72,6 +79,8 @@ class ToolArgs:
     choice: int
     index: int
     text: str
+    #: tokens that came with it, those of the call's markers included
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -80,6 +89,8 @@ class ToolEnd:
 
     choice: int
     index: int
+    #: tokens that came with it, those of the call's markers included
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -96,6 +107,8 @@ class Finish:
     #: tokens without text at the end of the content
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    #: tokens without text that came before
+    hidden: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -88,7 +88,9 @@ class HarmonyMachine:
         self._mode = "header"
         self._header = ""
         self._held = ""
+        #: tokens of the text that is held back; the tokens before them whose text no event has
         self._ids: list[int] = []
+        self._hidden: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._index = self._closed = self._reasoning_tokens = 0
         self._scan = Value()
@@ -107,8 +109,13 @@ class HarmonyMachine:
             if self._shows_stop and event.reason == "stop_string" and self._mode in ("content", "reasoning"):
                 last += self._say(str(event.stop))
             left = self._mode == "content"
-            ids, logprobs = (tuple(self._ids), tuple(self._logprobs)) if left else ((), ())
-            return [*last, Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs)]
+            if not left:
+                self._hide()
+            ids, logprobs, hidden = tuple(self._ids), tuple(self._logprobs), tuple(self._hidden)
+            return [
+                *last,
+                Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs, hidden),
+            ]
         if isinstance(event, Failed):  # text that is held back may be the begin of a marker
             return [Error(self._choice, event.status, event.type, event.code, event.message, event.usage)]
         return []
@@ -138,6 +145,7 @@ class HarmonyMachine:
                 events += self._text(before)
                 rest = behind
             events += self._marker(spelled)
+            self._hidden.append(token)
         return [*events, *self._text(rest)]
 
     def _text(self, text: str) -> list[AnswerEvent]:
@@ -167,19 +175,18 @@ class HarmonyMachine:
             self._mode, self._header = "header", ("" if spelled == "<|start|>" else "<|end|>")
             if spelled == "<|channel|>":
                 self._header = spelled
-        self._ids.clear()
-        self._logprobs.clear()
+        self._hide()
         return events
 
     def _begin(self) -> list[AnswerEvent]:
         """Begin a message: its header is complete."""
         header, self._header = self._header, ""
-        self._ids.clear()
-        self._logprobs.clear()
+        self._hide()
         call = _RECIPIENT.search(header)
         if call is not None and call.group(1) in self._tools:
             self._mode, self._scan = "call", Value()
-            return [ToolBegin(self._choice, self._index, call_id(self._id, self._choice, self._index), call.group(1))]
+            begun = ToolBegin(self._choice, self._index, call_id(self._id, self._choice, self._index), call.group(1))
+            return self._of_call([begun])
         channel = header.partition("<|channel|>")[2].split()
         self._mode = "reasoning" if channel[:1] == ["analysis"] and self._reasoning else "content"
         return []
@@ -193,15 +200,32 @@ class HarmonyMachine:
                 return []
             self._mode, text, self._header = "content", self._header + text, ""
         if self._mode == "call":
-            self._ids.clear()
-            self._logprobs.clear()
-            return self._arguments(text)
+            return self._of_call(self._arguments(text))
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        hidden = tuple(self._hidden)
+        if self._mode not in ("reasoning", "content"):
+            self._hide()
+            return []
         self._ids.clear()
         self._logprobs.clear()
+        self._hidden.clear()
         if self._mode == "reasoning":
-            return [Reasoning(self._choice, text, ids, logprobs)]
-        return [Content(self._choice, text, ids, logprobs)] if self._mode == "content" else []
+            return [Reasoning(self._choice, text, ids, logprobs, hidden)]
+        return [Content(self._choice, text, ids, logprobs, hidden)]
+
+    def _hide(self) -> None:
+        """Keep the tokens for the next event, as tokens without text."""
+        self._hidden += self._ids
+        self._ids.clear()
+        self._logprobs.clear()
+
+    def _of_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        """Return the events of a call, with the tokens so far."""
+        self._hide()
+        if events and isinstance(events[0], ToolBegin | ToolArgs | ToolEnd):
+            events[0].hidden = tuple(self._hidden)
+            self._hidden.clear()
+        return events
 
     def _arguments(self, text: str) -> list[AnswerEvent]:
         said: list[str] = []
