@@ -67,6 +67,11 @@ def test_one_call_or_several(form: str, tokenizer: TextTokenizer) -> None:
     assert not admits(form, tokenizer, "")
 
 
+def test_calls_of_mistral_may_have_ids(tokenizer: TextTokenizer) -> None:
+    for ident, taken in (("abcDEF123", True), ("", False), ("no id", False)):
+        assert admits("mistral_args", tokenizer, f'look[CALL_ID]{ident}[ARGS]{{"n": 1}}', parallel=False) == taken
+
+
 def test_reasoning_comes_before_the_call(tokenizer: TextTokenizer) -> None:
     call = f"<tool_call>{TWO['hermes']}"
     for thought in ("", "hm\n", "<tool_call> { no call"):

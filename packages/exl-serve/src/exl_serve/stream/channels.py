@@ -205,6 +205,8 @@ class ChannelReader:
         self._hidden: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._calls: CallReader | NamedReader | TaggedReader | PythonReader | None = None
+        #: the marker of the region, where that is text: it stays text if no call follows
+        self._opening = ""
         self._next_index = self._closed = 0
         self._reasoning_tokens = 0
         self._at_start = True
@@ -327,7 +329,7 @@ class ChannelReader:
             if marker is not None:
                 before, _, text = text.partition(marker)
                 events += self._say(before)
-                events += self._marker_as_text(mode)
+                events += self._marker_as_text(marker, mode)
                 continue
             if self._mode == "content" and self._tools and self._leads_to_call(text):
                 if text.strip(SPACE):
@@ -392,10 +394,11 @@ class ChannelReader:
                 best = (at, marker, mode)
         return (None, "") if best is None else best[1:]
 
-    def _marker_as_text(self, mode: str) -> list[AnswerEvent]:
+    def _marker_as_text(self, marker: str, mode: str) -> list[AnswerEvent]:
         if mode == "call":
             events = self._release()
             self._open_region()
+            self._opening = marker
             return events
         return self._switch(mode)
 
@@ -451,10 +454,10 @@ class ChannelReader:
         """Release the held-back text as text. Tokens without text are hidden, unless `keep`."""
         text, self._held = self._held, ""
         events = self._say(text) if self._mode != "call" else []
-        if self._mode == "call" and self._calls is not None and not self._told():
-            # No call was found: the text stays text.
+        if self._mode == "call" and self._calls is not None and not self._told() and not self._calls.ended:
+            # No call was found, and no empty list of calls: the text stays text.
             self._mode = "content"
-            events = self._say(self._calls.unread + text)
+            events = self._say(self._opening + self._calls.unread + text)
         if not keep:
             self._hide()
         return events
@@ -462,7 +465,7 @@ class ChannelReader:
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def _open_region(self) -> None:
-        self._mode, self._at_start = "call", False
+        self._mode, self._at_start, self._opening = "call", False, ""
         form = self._form
         special = self._family.special
         if isinstance(form.inside, Tags | Named | Python):
@@ -499,6 +502,8 @@ class ChannelReader:
         if reader.broken:
             # A call that was reported stays open; text that is part of no call is text.
             unread = "" if reader.open else reader.unread
+            if not self._told():
+                unread = self._opening + unread
             self._leave_region()
             return events + self._say(unread), rest
         if reader.ended:

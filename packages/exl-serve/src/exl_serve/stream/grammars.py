@@ -194,8 +194,9 @@ class _Rules:
         if isinstance(inside, Named):
             word = f"{json.dumps(inside.word)} {self._mark(inside.word_end)}" if inside.word_end else ""
             after = f"{json.dumps(inside.after)} " if inside.after else ""
+            ident = f"({self._mark(inside.ident)} /[a-zA-Z0-9]{{1,64}}/)? " if inside.ident else ""
             self._lines += [
-                f"call_{at}: {self._mark(inside.begin)} {word} {name} {self._mark(inside.separator)} "
+                f"call_{at}: {self._mark(inside.begin)} {word} {name} {ident}{self._mark(inside.separator)} "
                 f"json_{at} {after}{self._mark(inside.end)}",
                 f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}",
             ]

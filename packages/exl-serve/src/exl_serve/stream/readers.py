@@ -205,6 +205,8 @@ class NamedReader(_MarkedReader):
         self._inside: Named = self._form.inside
         self._state = "before" if self._inside.begin else "name"
         self._scan = Value()
+        #: the call's id, which is not passed on: ids of this server are unique in an answer
+        self._ident = ""
 
     def _closing(self) -> str:
         return self._form.call[1] if self._form.call is not None else ""
@@ -214,12 +216,17 @@ class NamedReader(_MarkedReader):
         if self._state == "before":
             return (inside.begin, self._closing())
         if self._state in ("word", "name"):
-            return (inside.word_end,) if self._state == "word" else (inside.separator,)
+            return (inside.word_end,) if self._state == "word" else (inside.separator, inside.ident)
+        if self._state == "ident":
+            return (inside.separator,)
         return (inside.end,) if self._state == "tail" else ()
 
     def _text(self, text: str) -> bool:
         if self._state in ("word", "name"):
             return self._name_piece(text)
+        if self._state == "ident":
+            self._ident += text
+            return len(self._ident) <= LONGEST_NAME
         return not text.strip() or (self._state == "tail" and set(text) <= {"`", "\n", " "})
 
     def _reached(self, marker: str) -> bool:
@@ -230,7 +237,9 @@ class NamedReader(_MarkedReader):
             self._state, self._name = ("word" if inside.word_end else "name"), ""
         elif self._state == "word":
             self._state, self._name = "name", ""
-        elif self._state == "name":
+        elif self._state == "name" and marker == inside.ident:
+            self._state, self._ident = "ident", ""
+        elif self._state in ("name", "ident"):
             if not self._begin(self._name.strip()):
                 return False
             self._state, self._scan = "json", Value()

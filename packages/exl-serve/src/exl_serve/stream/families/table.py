@@ -20,6 +20,8 @@ class Named:
     word_end: str = ""
     #: between the JSON and `end`
     after: str = ""
+    #: behind the name may come this marker and an id
+    ident: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ FORMATS: dict[str, Format] = {
             "mistral_args",
             think=("[THINK]", "[/THINK]"),
             call=("[TOOL_CALLS]", ""),
-            inside=Named("[ARGS]"),
+            inside=Named("[ARGS]", ident="[CALL_ID]"),
             id_length=9,
             signs=("[ARGS]",),
         ),
