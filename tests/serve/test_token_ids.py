@@ -106,7 +106,7 @@ def test_completions_have_those_of_their_prompts(url: str) -> None:
     reason=st.sampled_from(["stop_token", "length"]),
 )
 def test_every_token_is_in_one_event(cuts: list[int], form: str, reason: Any) -> None:
-    """Whatever the text is: calls, broken calls, and reasoning."""
+    """Texts with calls, broken calls, and reasoning."""
     texts = {
         "hermes": '<think>\nhm\n</think>\n\nSo:\n<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call> x',
         "mistral_args": '[THINK]hm[/THINK]x[TOOL_CALLS]look[ARGS]{"n": 1}[TOOL_CALLS]other[ARGS]{}',

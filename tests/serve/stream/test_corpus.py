@@ -1,6 +1,6 @@
 """Outputs of each family, written by hand after its documented syntax, cut near every marker.
 
-The expected events are part of the corpus: they come from the documents of the families, not from the product's table.
+The expected events are part of the corpus: they come from the documents of the families, not from the table of formats.
 """
 
 from __future__ import annotations
