@@ -66,7 +66,8 @@ def with_langchain(url: str) -> None:
     assert "".join(chunk.content for chunk in chunks)
     assert any(chunk.usage_metadata for chunk in chunks)
     assert len(asyncio.run(model(max_tokens=30).abatch(["one", "two", "three"]))) == 3
-    called = model().bind_tools([GetWeather], tool_choice="required").invoke("What is the weather in Oslo?")
+    bound = model().bind_tools([GetWeather], tool_choice="required", parallel_tool_calls=False)
+    called = bound.invoke("What is the weather in Oslo?")
     assert [call["name"] for call in called.tool_calls] == ["GetWeather"]
     for method in ("json_schema", "function_calling"):
         assert isinstance(model().with_structured_output(UserInfo, method=method).invoke("John is 30."), UserInfo)
@@ -112,7 +113,7 @@ def with_agents(url: str) -> None:
         client = openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0)
         for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
             model = kind(MODEL, client)
-            must = ModelSettings(tool_choice="required", max_tokens=100)
+            must = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=100)
             agent = Agent(name="a", instructions="Be short.", tools=[get_weather], model=model, model_settings=must)
             result = await Runner.run(agent, "What is the weather?", max_turns=4)
             kinds = [type(item).__name__ for item in result.new_items]

@@ -61,7 +61,14 @@ def with_openai(url: str) -> None:
     client = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
     talk = client.chat.completions
     with talk.stream(
-        model=MODEL, messages=ASKED, tools=TOOLS, tool_choice="required", max_tokens=80, seed=1, stream_options=USAGE
+        model=MODEL,
+        messages=ASKED,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=80,
+        seed=1,
+        stream_options=USAGE,
     ) as stream:
         kinds = {event.type for event in stream}
         final: Any = stream.get_final_completion()
@@ -128,7 +135,14 @@ def with_litellm(url: str) -> None:
         assert litellm.completion(max_tokens=5, **given).choices[0].finish_reason in ("length", "stop")
         parts = list(
             litellm.completion(
-                max_tokens=400, seed=1, tools=TOOLS, tool_choice="required", stream=True, stream_options=USAGE, **given
+                max_tokens=400,
+                seed=1,
+                tools=TOOLS,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                stream=True,
+                stream_options=USAGE,
+                **given,
             )
         )
         whole = litellm.stream_chunk_builder(parts, messages=ASKED)
