@@ -106,7 +106,8 @@ def test_outputs_are_read_as_documented(form: str) -> None:
     for row in corpus["outputs"]:
         wanted = {"content": "", "reasoning": "", "calls": [], "open": None} | row
         about, output, as_text = (wanted.pop(key, None) for key in ("about", "output", "as_text"))
-        for specials in (corpus["specials"], []):
+        ways: list[list[str]] = [corpus["specials"], []]
+        for specials in ways:
             if as_text is not None and not specials:  # markers of no call stay text
                 wanted["content"] = as_text
             for pieces in cuts(output, specials):
