@@ -93,6 +93,16 @@ def test_a_model_with_the_marker_may_open_its_reasoning() -> None:
     assert family.forced_prefix(over) == "<tool_call>"
 
 
+def test_the_budget_of_a_forced_call_ends_with_the_reasoning() -> None:
+    family = OutputFamily(FORMATS["hermes"], {}, lambda i: b"")
+    for inside, calls in ((True, None), (False, "<tool_call>")):
+        choice = "required" if inside else "auto"
+        asked = ChannelSettings(tools=(LOOK,), tool_choice=choice, starts_in_reasoning=inside)
+        (limit,) = family.budget(5, asked)
+        assert (limit.options["calls"], limit.options["inside"]) == (calls, inside)
+    assert family.budget(5, ChannelSettings(tools=(LOOK,), tool_choice="required")) == (), "no reasoning can come"
+
+
 @pytest.fixture(scope="module")
 def url(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The bundled model with a chat template that opens reasoning, and one that does not."""

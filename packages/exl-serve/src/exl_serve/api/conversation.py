@@ -88,7 +88,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     settings = rendered.settings
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields:
-        constraints += (family.budget(fields["reasoning_budget"], settings.starts_in_reasoning),)
+        constraints += family.budget(fields["reasoning_budget"], settings)
     request = engine_request(
         call,
         target,

@@ -105,23 +105,29 @@ class OutputFamily:
             return (self._behind(response_format, self.form.think[1]),)
         return (response_format,)
 
-    def budget(self, tokens: int, starts_in_reasoning: bool) -> Constraint:
-        """Return a limit on the tokens of reasoning. Raises ServeError 400 for a format without reasoning."""
+    def budget(self, tokens: int, settings: ChannelSettings) -> tuple[Constraint, ...]:
+        """Return the limit on the tokens of reasoning, if any may come. Raises ServeError 400 for a format without
+        reasoning.
+        """
         form = self.form
         if form.think is None or isinstance(form.inside, Harmony):
             raise ServeError.unsupported(
                 "reasoning_budget", "reasoning_budget: this model's output format has no region of reasoning to close"
             )
         opens, closes = (self.special.get(one, one) for one in form.think)
-        calls = None if form.call is None else self.special.get(form.call[0], form.call[0])
+        forced = self.forces_call(settings)
+        if forced and self._thinking(settings) == "over":
+            return ()
+        # The grammar of a forced call takes the marker of a call inside of reasoning as text.
+        calls = None if form.call is None or forced else self.special.get(form.call[0], form.call[0])
         options = {
             "limit": tokens,
             "opens": opens,
             "closes": closes,
             "calls": calls or None,
-            "inside": starts_in_reasoning,
+            "inside": settings.starts_in_reasoning,
         }
-        return Constraint(kind="budget", source="", param="reasoning_budget", options=options)
+        return (Constraint(kind="budget", source="", param="reasoning_budget", options=options),)
 
     def _tool_constraints(
         self, settings: ChannelSettings, response_format: Constraint | None
