@@ -172,7 +172,7 @@ def test_the_name_of_no_tool_is_text(form: str, cuts: list[int]) -> None:
     other, known = call(form, "rm_rf", {"town": 5}), call(form, "clock", {})
     for said in (wrap(other), wrap(json.dumps({f.names[0]: "Anna", "age": 5}))):
         found = run(families(form)[1], begin + said, cuts)
-        assert (found["content"], found["calls"], found["finish"]) == (said, [], "stop")
+        assert (found["content"], found["calls"], found["finish"]) == (begin + said, [], "stop")
     if f.listed:
         found = run(families(form)[1], f"{begin}[{known}, {other}]", cuts)
         assert [one["name"] for one in found["calls"]] == ["clock"]
