@@ -194,6 +194,23 @@ MAKERS: list[Callable[[str], list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "[" * 70 + "]" * 70, '{"a": "\\ud800"}', "1" * 5000]
+)
+def test_arguments_of_calls_may_be_what_a_model_wrote(http: httpx.Client, text: str) -> None:
+    """A client sends them back as it got them, however deep they are nested."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    sent = {"model": "fable", "messages": [*SAY, {"role": "assistant", "tool_calls": [call]}, *SAY], "max_tokens": 1}
+    items = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": text}, *SAY]
+    answers = [
+        http.post("/v1/chat/completions", json=sent),
+        http.post("/v1/responses", json={"model": "fable", "input": items, "max_output_tokens": 1}),
+    ]
+    # Not all of them fit into the context, and a lone surrogate has no tokens.
+    codes = [answer.json()["error"]["code"] if answer.status_code == 400 else answer.status_code for answer in answers]
+    assert set(codes) <= {200, "context_length_exceeded", "invalid_value"}, codes
+
+
 def test_special_tokens_spelled_by_clients_stay_text(http: httpx.Client) -> None:
     """In every role and part that a client fills."""
     special = {

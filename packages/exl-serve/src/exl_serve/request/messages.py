@@ -9,7 +9,7 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.body import LongUrl
+from exl_serve.request.body import LongUrl, check_depth
 from exl_serve.stream.family import ToolSpec
 
 __all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
@@ -79,7 +79,7 @@ def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | N
         found["role"] = "system"
     calls = found.get("tool_calls")
     if calls is not None:
-        found["tool_calls"] = _calls(calls, f"{param}.tool_calls")
+        found["tool_calls"] = _calls(calls, f"{param}.tool_calls", limits)
     if "content" in found:
         taken = images if role in WITH_IMAGES else None
         found["content"] = content_of(found["content"], f"{param}.content", limits, taken)
@@ -155,7 +155,7 @@ def _text(value: str, param: str) -> str:
     return value
 
 
-def _calls(value: Any, param: str) -> list[dict[str, Any]]:
+def _calls(value: Any, param: str, limits: Limits) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise _bad(param, "tool_calls is a list")
     found = []
@@ -165,10 +165,12 @@ def _calls(value: Any, param: str) -> list[dict[str, Any]]:
             raise _bad(f"{param}[{at}]", "a call is an object with a function that has a name and arguments")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            # Templates write an object as the model would; a text that is not an object stays a text.
+            # Templates write an object as the model would; a text that is not an object, or is nested too deeply, stays
+            # a text: a model may have written it.
             try:
+                check_depth(arguments, limits.max_depth)
                 parsed = json.loads(arguments) if arguments.strip() else {}
-            except ValueError:
+            except (ServeError, ValueError):
                 parsed = arguments
             arguments = parsed if isinstance(parsed, dict) else arguments
         found.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
