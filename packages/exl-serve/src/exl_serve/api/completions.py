@@ -25,6 +25,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
 from exl_serve.request.rules import boolean, integer
+from exl_serve.request.sampling import seeds_of
 from exl_serve.stream.channels import OutputFamily
 from exl_serve.stream.chunks import Completion
 from exl_serve.stream.families.table import Format
@@ -96,7 +97,8 @@ async def completions(call: Call) -> None:
     if truncated is not None:
         call.headers["x-exl-truncated-tokens"] = str(truncated)
     text = target.handle.text
-    seed, negative_ids = seed_of(call, fields), await negative_ids_of(target, fields)
+    total = n * len(prompts)
+    seeds, negative_ids = seeds_of(seed_of(call, fields), total), await negative_ids_of(target, fields)
     requests = [
         engine_request(
             call,
@@ -110,14 +112,13 @@ async def completions(call: Call) -> None:
             prompt_logprobs=scored,
             constraints=() if wanted is None else (wanted,),
             special_text=True,
-            seed=seed + number,
+            seeds=seeds[number * n : (number + 1) * n],
             negative_ids=negative_ids,
         )
         for number, ids in enumerate(prompts)
     ]
     family = OutputFamily(PLAIN, text.special, text.piece)
     shown = fields.get("skip_special_tokens", True) is False
-    total = n * len(prompts)
     settings = ChannelSettings(shows_stop=fields.get("include_stop_str_in_output", False))
     machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(total)]
     head = {"id": answer_id("cmpl-"), "created": now(), "model": target.name, "system_fingerprint": target.fingerprint}

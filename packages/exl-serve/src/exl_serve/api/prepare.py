@@ -193,11 +193,13 @@ def engine_request(
     prompt_logprobs: int | None = None,
     constraints: tuple[Constraint, ...] = (),
     special_text: bool,
-    seed: int | None = None,
+    seeds: tuple[int, ...] | None = None,
     negative_ids: Sequence[int] | None = None,
 ) -> EngineRequest:
-    """Build the engine request of one prompt with its n completions; `negative_ids`: those of the field
-    `negative_prompt` (`negative_ids_of`). Raises ServeError 400 or 403.
+    """Build the engine request of one prompt with its n completions.
+
+    `seeds`: one for each completion, None: from the field `seed`; `negative_ids`: those of the field `negative_prompt`
+    (`negative_ids_of`). Raises ServeError 400 or 403.
     """
     card, text = target.engine.card, target.handle.text
     if not ids:
@@ -216,7 +218,6 @@ def engine_request(
         raise ServeError.invalid(
             f"min_tokens is {fields['min_tokens']}, more than the {new} tokens at most", "min_tokens"
         )
-    seed = seed if seed is not None else seed_of(call, fields)
     if (negative_ids is None) != ("cfg_scale" not in fields):
         raise ServeError.invalid("negative_prompt and cfg_scale go together: give both or none", "cfg_scale")
     timeout = fields.get("timeout", _timeout_of(call.header("x-exl-timeout-ms")))
@@ -236,7 +237,7 @@ def engine_request(
         prompt=id_bytes(ids),
         negative_prompt=None if negative_ids is None else id_bytes(negative_ids),
         sampling=sampling_of(fields, card.sampling_defaults, text),
-        seeds=seeds_of(seed, n),
+        seeds=seeds_of(seed_of(call, fields), n) if seeds is None else seeds,
         max_tokens=new,
         min_tokens=fields.get("min_tokens", 0),
         stop_ids=fields.get("stop_token_ids", ()),
