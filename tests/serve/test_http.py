@@ -241,6 +241,19 @@ def test_seeds_of_choices_differ() -> None:
     assert all(0 <= seed < 1 << 63 for seed in made)
 
 
+def test_each_prompt_has_seeds_of_its_own(http: httpx.Client) -> None:
+    """The largest seed too: the seeds of choices are drawn from it, not counted on."""
+    body = {"model": "fable", "prompt": ["a", "b"], "max_tokens": 1, "n": 2, "seed": (1 << 64) - 1}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    sent = {"prompt": "Once", "max_tokens": 8, "model": "fable"}
+    both = http.post("/v1/completions", json=sent | {"prompt": ["Once", "Once"], "n": 2, "seed": 5}).json()["choices"]
+    alone = [
+        http.post("/v1/completions", json=sent | {"seed": seed}).json()["choices"][0]["text"] for seed in seeds_of(5, 4)
+    ]
+    assert [choice["text"] for choice in both] == alone
+
+
 def test_routes_and_methods(http: httpx.Client) -> None:
     missing = http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
@@ -387,7 +400,7 @@ def test_every_route_but_open_ones_asks_for_a_key(fable: Any) -> None:
 
 
 def test_a_page_of_another_name_does_not_get_in(http: httpx.Client) -> None:
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:80"):
+    for host in ("testserver", "evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:80"):
         answer = http.get("/v1/models", headers={"host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), host
     for host in ("localhost:8000", "127.0.0.1", "[::1]:1", "x.localhost"):

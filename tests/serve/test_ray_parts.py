@@ -485,7 +485,7 @@ def test_an_ingress_logs_requests_as_a_worker_does(
     async def ask() -> tuple[httpx.Response, httpx.Response]:
         config = ServeConfig(model=(FABLE,), log=Log(level=level, format="json"))
         made = Application(msgspec.json.encode(config), {"fable": Deployment(fable, tmp_path)})
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://testserver/v1/") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://localhost/v1/") as client:
             done = await client.post("completions", json=asked, headers={"x-request-id": "mine"})
             body = asked | {"model": "other"}
             return done, await client.post("completions", json=body, headers={"x-request-id": "wrong"})

@@ -263,7 +263,7 @@ def _check_host(call: Call) -> None:
         return
     host = (call.header("host") or "").strip()
     name = host[1 : host.find("]")] if host.startswith("[") else host.rpartition(":")[0] or host
-    if name and name != "testserver" and not _is_loopback(name) and name not in server.allowed_hosts:
+    if name and not _is_loopback(name) and name not in server.allowed_hosts:
         raise ServeError(
             403,
             "permission_error",
