@@ -13,8 +13,8 @@ from raw_worker import RawWorker
 from exl_generate import COLUMN_FLAGS, bundled
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine import inbox, wire
+from exl_serve.engine.admission import SPARE_JOBS
 from exl_serve.engine.events import Failed, Finished
-from exl_serve.engine.host import SPARE_JOBS
 from exl_serve.engine.load import load
 from exl_serve.request.internal import EngineRequest, Sampling
 from exl_serve.testing.local import EngineThread

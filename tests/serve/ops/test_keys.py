@@ -136,6 +136,8 @@ def test_the_limits_of_a_key(authenticate: Authenticator, clock: Clock) -> None:
     with pytest.raises(ServeError) as caught:
         authenticate.admit(caller)
     assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "rate_limit_exceeded", 59.0)
+    assert caught.value.headers["x-ratelimit-remaining-requests"] == "0"
+    assert caught.value.headers["x-ratelimit-reset-requests"] == "59.000s"
     clock.now += 59.5
     ticket.spend(100)
     with pytest.raises(ServeError, match="100 tokens"):
@@ -145,11 +147,38 @@ def test_the_limits_of_a_key(authenticate: Authenticator, clock: Clock) -> None:
     boss = authenticate(scope(ADMIN), "admin")
     first = authenticate.admit(boss)
     assert first is not None
-    with pytest.raises(ServeError, match="1 requests of this key are open"):
+    with pytest.raises(ServeError, match="1 choices of this key's requests are open"):
         authenticate.admit(boss)
     first.release()
     first.release()
     assert authenticate.admit(boss) is not None
+
+
+def test_each_choice_counts_as_a_request(tmp_path: Path, clock: Clock) -> None:
+    path = write(tmp_path / "keys", f'[[key]]\nname = "a"\nkey = "{KEY}"\nlimits = {{ concurrent = 4 }}\n')
+    authenticate = Authenticator(Auth(key_file=str(path)), clock=clock, wall=clock)
+    caller = authenticate(scope(KEY), "infer")
+    ticket = authenticate.admit(caller, 3)
+    assert ticket is not None
+    with pytest.raises(ServeError, match="3 choices of this key's requests are open, it may have 4"):
+        authenticate.admit(caller, 2)
+    last = authenticate.admit(caller, 1)
+    ticket.release()
+    assert last is not None
+    assert authenticate.admit(caller, 3) is not None
+    with pytest.raises(ServeError) as caught:
+        authenticate.admit(caller, 5)
+    assert (caught.value.status, caught.value.param) == (400, "n")  # to wait would not help
+
+
+def test_a_worker_grants_a_request_that_the_whole_key_may_send(tmp_path: Path, clock: Clock) -> None:
+    """Though its share of the limit is less."""
+    path = write(tmp_path / "keys", f'[[key]]\nname = "a"\nkey = "{KEY}"\nlimits = {{ concurrent = 4 }}\n')
+    authenticate = Authenticator(Auth(key_file=str(path)), workers=4, clock=clock, wall=clock)
+    caller = authenticate(scope(KEY), "infer")
+    assert authenticate.admit(caller, 4) is not None
+    with pytest.raises(ServeError, match="open"):
+        authenticate.admit(caller, 1)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=40), st.integers(1, 500))

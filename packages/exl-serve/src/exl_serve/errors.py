@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["ServeError"]
@@ -20,6 +21,7 @@ class ServeError(Exception):
         param: Path of the request's field, or None.
         retry_after: Seconds for the Retry-After header, or None.
         allow: The Allow header of a 405, or None.
+        headers: Further headers of the answer.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class ServeError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
         allow: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -41,6 +44,7 @@ class ServeError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.allow = allow
+        self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape."""

@@ -161,6 +161,8 @@ async def _handle(
         log.exception("request %s failed", call.id)
         await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
     finally:
+        if call.ticket is not None:
+            call.ticket.release()
         _record(call)
 
 

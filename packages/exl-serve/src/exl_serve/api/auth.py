@@ -43,12 +43,12 @@ def check_bind(config: ServeConfig) -> None:
 class Ticket:
     """One admitted request, counted against its key's limits. Call `spend` for its tokens and `release` at its end."""
 
-    __slots__ = ("_clock", "_released", "_usage", "headers")
+    __slots__ = ("_choices", "_clock", "_released", "_usage", "headers")
 
-    def __init__(self, usage: Usage, clock: Callable[[], float], headers: dict[str, str]) -> None:
-        self._usage, self._clock, self.headers = usage, clock, headers
+    def __init__(self, usage: Usage, clock: Callable[[], float], headers: dict[str, str], choices: int = 1) -> None:
+        self._usage, self._clock, self.headers, self._choices = usage, clock, headers, choices
         self._released = False
-        usage.open += 1
+        usage.open += choices
 
     def spend(self, tokens: int) -> None:
         """Count tokens against the key's limit."""
@@ -58,7 +58,7 @@ class Ticket:
         """End the request. Further calls do nothing."""
         if not self._released:
             self._released = True
-            self._usage.open -= 1
+            self._usage.open -= self._choices
 
 
 class Authenticator:
@@ -133,7 +133,10 @@ class Authenticator:
         return Caller(key.name, key.scopes, key.weight, key.priority, key.models, salt)
 
     def admit(self, caller: Caller, choices: int = 1) -> Ticket | None:
-        """Count a request against its key's limits. Returns None for a key without limits. Raises ServeError 429."""
+        """Count a request against its key's limits. Returns None for a key without limits.
+
+        Raises ServeError 429, or 400 for more choices than the key may ever have at a time.
+        """
         key = next((k for k in self.file.keys if k.name == caller.name), None) if self.file is not None else None
         if key is None:
             return None
@@ -144,22 +147,32 @@ class Authenticator:
             None if limit is None else max(1, limit // self._workers)
             for limit in (key.limits.concurrent, key.limits.requests_per_minute, key.limits.tokens_per_minute)
         )
-        headers: dict[str, str] = {}
-        if requests is not None:
-            left = requests - len(usage.requests) - choices
-            headers |= _headers("requests", requests, left, usage.requests_reset(now))
-        if tokens is not None:
-            headers |= _headers("tokens", tokens, tokens - usage.sum, usage.tokens_reset(now, tokens))
-        if concurrent is not None and usage.open >= concurrent:
-            raise _over("too_many_requests", f"{usage.open} requests of this key are open, it may have {concurrent}", 1)
+        if (most := key.limits.concurrent) is not None and choices > most:
+            text = f"the request has {choices} choices, the key may have {most} at a time: ask for fewer"
+            raise ServeError.invalid(text, "n")
+
+        def headers(new: int = 0) -> dict[str, str]:
+            found: dict[str, str] = {}
+            if requests is not None:
+                left = requests - len(usage.requests) - new
+                found |= _headers("requests", requests, left, usage.requests_reset(now))
+            if tokens is not None:
+                found |= _headers("tokens", tokens, tokens - usage.sum, usage.tokens_reset(now, tokens))
+            return found
+
+        # A worker's share of the limit may be less than one request.
+        if concurrent is not None and usage.open and usage.open + choices > concurrent:
+            text = f"{usage.open} choices of this key's requests are open, it may have {concurrent}"
+            raise _over("too_many_requests", text, 1, headers())
         if requests is not None and len(usage.requests) + choices > requests:
             text = f"{len(usage.requests)} requests in the last minute, the key may send {requests}"
-            raise _over("rate_limit_exceeded", text, usage.requests_reset(now))
+            raise _over("rate_limit_exceeded", text, usage.requests_reset(now), headers())
         if tokens is not None and usage.sum >= tokens:
             text = f"{usage.sum} tokens in the last minute, the key may use {tokens}"
-            raise _over("rate_limit_exceeded", text, usage.tokens_reset(now, tokens))
+            raise _over("rate_limit_exceeded", text, usage.tokens_reset(now, tokens), headers())
+        told = headers(choices)
         usage.requests.extend([now] * choices)
-        return Ticket(usage, self._clock, headers)
+        return Ticket(usage, self._clock, told, choices)
 
     def _count_failure(self, address: str, now: float) -> None:
         """Count a request with a wrong key. Raises ServeError 429 where the address has sent too many.
@@ -206,5 +219,6 @@ def _headers(what: str, limit: int, remaining: int, reset: float) -> dict[str, s
     }
 
 
-def _over(code: str, message: str, retry_after: float) -> ServeError:
-    return ServeError(429, "rate_limit_error", code, f"{message}: wait", retry_after=max(1.0, retry_after))
+def _over(code: str, message: str, retry_after: float, headers: Mapping[str, str] | None = None) -> ServeError:
+    wait = max(1.0, retry_after)
+    return ServeError(429, "rate_limit_error", code, f"{message}: wait", retry_after=wait, headers=headers)

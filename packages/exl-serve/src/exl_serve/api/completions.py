@@ -10,6 +10,7 @@ from exl_serve.api.generation import Generation, answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import (
     Target,
+    admit,
     checked_ids,
     engine_request,
     most_prompt_tokens,
@@ -90,6 +91,7 @@ async def completions(call: Call) -> None:
             f"{limits.max_choices}",
             "n",
         )
+    admit(call, target, n * len(given))
     began = time.monotonic()
     prompts, truncated = _cut(await _prompts(given, fields, target), fields, target)
     call.phase("tokenise", began)

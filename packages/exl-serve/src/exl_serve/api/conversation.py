@@ -12,7 +12,7 @@ from typing import Any
 
 from exl_serve.api.generation import Generation
 from exl_serve.api.http import Call
-from exl_serve.api.prepare import Target, engine_request, most_prompt_tokens, negative_ids_of, resolve
+from exl_serve.api.prepare import Target, admit, engine_request, most_prompt_tokens, negative_ids_of, resolve
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest
 from exl_serve.request.messages import ImagePart
@@ -69,6 +69,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     Raises ServeError for every fault that is known before the first token.
     """
     target = await resolve(call, fields)
+    admit(call, target, asked.n)
     family = target.handle.family
     if asked.images and "image" not in target.engine.card.modalities:
         param = asked.images[0].param

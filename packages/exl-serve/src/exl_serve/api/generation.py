@@ -178,9 +178,6 @@ async def serve(
 
     Raises ServeError before anything was written.
     """
-    ticket = call.state.admit(call.caller, len(answer.choices))
-    if ticket is not None:
-        call.headers |= ticket.headers
     call.on_disconnect(generation.cancel)
     call.state.running.add(generation)
     began = time.monotonic()
@@ -211,9 +208,8 @@ async def serve(
         if not answer.finished or answer.error is not None:
             generation.cancel()
         generation.release()
-        if ticket is not None:
-            ticket.spend(answer.prompt_tokens + _generated(generation, answer, left))
-            ticket.release()
+        if call.ticket is not None:
+            call.ticket.spend(answer.prompt_tokens + _generated(generation, answer, left))
         _account(call, generation, answer, began, left, refused)
 
 

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,9 @@ from starlette.types import Receive, Scope, Send
 from exl_serve.api.state import AppState, Caller
 from exl_serve.errors import ServeError
 from exl_serve.request.body import read_json
+
+if TYPE_CHECKING:
+    from exl_serve.api.auth import Ticket
 
 __all__ = ["Call", "Endpoint", "error_response", "send_json"]
 
@@ -29,7 +32,8 @@ class Call:
 
     __slots__ = (
         "_receive", "_send", "_watching", "answers", "asked", "began", "caller", "headers", "id", "line", "model",
-        "operation", "phases", "scope", "size", "started", "state", "status", "user",
+        "operation", "phases", "scope", "size", "started", "state", "status", "ticket",
+        "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
@@ -57,6 +61,8 @@ class Call:
         self.operation = ""
         #: name, begin and end (time.monotonic) of the request's parts: for traces
         self.phases: list[tuple[str, float, float]] = []
+        #: its place among the requests of its key, once it is admitted; None for a key without limits
+        self.ticket: Ticket | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -201,7 +207,7 @@ async def send_json(call: Call, status: int, value: Any, headers: Mapping[str, s
 
 async def error_response(call: Call, error: ServeError) -> None:
     """Send an error, before any part of an answer was sent."""
-    headers: dict[str, str] = {}
+    headers = dict(error.headers)
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if error.allow is not None:

@@ -21,6 +21,7 @@ from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
 __all__ = [
     "Target",
+    "admit",
     "checked_ids",
     "engine_request",
     "most_prompt_tokens",
@@ -63,6 +64,17 @@ async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
     engine = await handle.engine()
     call.phase("admit", call.began)
     return Target(handle, engine, adapter, call.model)
+
+
+def admit(call: Call, target: Target, choices: int) -> None:
+    """Count a request against its key's limits until it ends, before its prompt is rendered and tokenized.
+
+    Raises ServeError 429, also where the engine's queue is known to be full, and 400.
+    """
+    call.ticket = call.state.admit(call.caller, choices)
+    if call.ticket is not None:
+        call.headers |= call.ticket.headers
+    target.engine.check_room(call.state.config.server.limits.max_queued_requests)
 
 
 def read_request(

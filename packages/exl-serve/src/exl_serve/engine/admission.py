@@ -16,13 +16,18 @@ from typing import Any
 
 from exl_serve.errors import ServeError
 
-__all__ = ["Admission", "Entry", "Rates"]
+__all__ = ["SPARE_JOBS", "Admission", "Entry", "Rates", "queue_full", "queue_limit"]
 
 PROMPT_COST, CACHED_COST, GENERATED_COST = 1.0, 0.1, 2.0
 """Cost of a token, in computed prompt tokens."""
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0
+SPARE_JOBS = 4
+"""Jobs that may wait in the generator's own queue although it has no room for them."""
 SPARE = 1024
 """Unused entries of keys and deadlines that are kept before they are removed."""
+
+
+_jitter = random.Random()
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ class Admission:
             most = max(1, int(self.target_ttft * rates.prefill))
         # One request may wait, however long it is.
         if most is not None and (self.count or before >= most) and before + entry.prompt_tokens > most:
-            raise self._full(f"{before} prompt tokens wait, and at most {most} may", wait)
+            raise queue_full(f"{before} prompt tokens wait, and at most {most} may", wait, self._random)
         if entry.deadline is not None and now + wait > entry.deadline:
             raise ServeError(
                 408,
@@ -131,14 +136,14 @@ class Admission:
                 "deadline_exceeded",
                 f"the predicted wait of {wait:.1f} s is longer than the request's deadline: ask again later, or allow "
                 "more time",
-                retry_after=self._retry(wait),
+                retry_after=_retry(wait, self._random),
             )
 
     def check_room(self, besides: int, rates: Rates) -> None:
         """Raise ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""
         if self.count + besides >= self.max_requests:
             text = f"{self.count + besides} requests wait, the most that may"
-            raise self._full(text, self.predicted_wait(rates))
+            raise queue_full(text, self.predicted_wait(rates), self._random)
 
     def pop(self, now: float) -> Entry | None:
         """Return the next request, or None; it counts as active until `done`."""
@@ -234,15 +239,18 @@ class Admission:
             self._deadlines = [one for one in self._deadlines if self._waits(one[2])]
             heapq.heapify(self._deadlines)
 
-    def _full(self, what: str, wait: float) -> ServeError:
-        return ServeError(
-            429,
-            "rate_limit_error",
-            "queue_full",
-            f"the queue of this model is full: {what}; try again later",
-            retry_after=self._retry(wait),
-        )
 
-    def _retry(self, wait: float) -> float:
-        """Return seconds with 20 % of jitter, so that rejected clients do not return together."""
-        return min(MOST_RETRY, max(LEAST_RETRY, wait)) * self._random.uniform(0.8, 1.2)
+def queue_limit(configured: int | None, batch: int) -> int:
+    """Return how many requests may wait for a model. `batch`: its batch size."""
+    return configured or 8 * batch
+
+
+def queue_full(what: str, wait: float, source: random.Random = _jitter) -> ServeError:
+    """Return the error for a full queue. `wait`: the predicted seconds of waiting."""
+    text = f"the queue of this model is full: {what}; try again later"
+    return ServeError(429, "rate_limit_error", "queue_full", text, retry_after=_retry(wait, source))
+
+
+def _retry(wait: float, source: random.Random) -> float:
+    """Return seconds with 20 % of jitter, so that rejected clients do not return together."""
+    return min(MOST_RETRY, max(LEAST_RETRY, wait)) * source.uniform(0.8, 1.2)

@@ -107,6 +107,12 @@ class EngineClient(Protocol):
         write.
         """
 
+    def check_room(self, most: int | None) -> None:
+        """Raise `ServeError` 429 where the queue is known to be full without asking the engine.
+
+        `most`: requests that may wait; None: 8 times the batch size. The engine itself decides about all others.
+        """
+
     async def submit(self, request: EngineRequest, sink: Sink) -> RunningRequest:
         """Queue a request. Returns when the engine has accepted it, before its first event reaches `sink`.
 

@@ -14,7 +14,7 @@ import zmq
 from exl_serve.config.model import Limits, ModelConfig, Qos
 from exl_serve.engine import wire
 from exl_serve.engine.adapters import Adapters
-from exl_serve.engine.admission import Admission, Entry, Rates
+from exl_serve.engine.admission import SPARE_JOBS, Admission, Entry, Rates, queue_limit
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.compiling import Compiling
 from exl_serve.engine.events import EngineEvent, Failed, Finished
@@ -38,8 +38,6 @@ __all__ = ["Host"]
 
 log = logging.getLogger(__name__)
 
-SPARE_JOBS = 4
-"""Jobs that may wait in the generator's own queue although it has no room for them."""
 TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer tokens"
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
@@ -70,7 +68,7 @@ class Host:
         status.page_size = generator.page_size
         self._adapters = Adapters(generator.model, config)
         self._admission = Admission(
-            limits.max_queued_requests or 8 * generator.max_batch_size,
+            queue_limit(limits.max_queued_requests, generator.max_batch_size),
             limits.max_queued_prompt_tokens,
             qos.target_ttft,
             qos.ageing,

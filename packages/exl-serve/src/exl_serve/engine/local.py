@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from exl_serve.engine import wire
+from exl_serve.engine.admission import SPARE_JOBS, queue_full, queue_limit
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
 from exl_serve.engine.events import Failed, Finished
 from exl_serve.engine.status import HalfWrittenError, StatusReader
@@ -122,6 +123,14 @@ class LocalEngine:
             return self._status.read()
         except HalfWrittenError:
             raise ServeError.unavailable("engine_restarting", GONE) from None
+
+    def check_room(self, most: int | None) -> None:
+        """Raise ServeError 429 where the status page shows a full queue. `most`: requests that may wait."""
+        status = self.status
+        # The page counts the jobs in the generator's own queue as well.
+        if status.queued >= queue_limit(most, self.card.max_batch_size) + SPARE_JOBS:
+            wait = status.queued_prompt_tokens / status.prefill_rate if status.prefill_rate > 0 else 0.0
+            raise queue_full(f"{status.queued} requests wait", wait)
 
     async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
         """Queue a request; returns when the engine has accepted it. Raises ServeError.

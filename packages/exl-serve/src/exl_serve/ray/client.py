@@ -349,6 +349,9 @@ class RayEngine:
             raise RuntimeError("the engine is not connected: use RayEngine.connect")
         return self._status
 
+    def check_room(self, most: int | None) -> None:
+        """Do nothing: a replica whose queue is full may have neighbours with room."""
+
     async def submit(self, request: EngineRequest, sink: Sink) -> _Call:
         """Queue a request; returns when a replica has accepted it. Raises ServeError."""
         if self._closed:
