@@ -250,6 +250,8 @@ def test_the_names_of_tabbyapi(start: Start) -> None:
     assert (events[-1]["status"], events[-1]["state"]) == ("finished", "ready")
     assert post("/v1/model/load", {"model_name": "c"}).status_code == 404
     assert post("/v1/model/load", {}).status_code == 400
+    same = {"model_name": "b", "max_seq_len": None, "cache_mode": "FP16", "gpu_split_auto": True, "rope_scale": 1.0}
+    assert '"finished"' in post("/v1/model/load", same).text
     assert {one["id"] for one in post("/v1/model/unload", {}).json()["data"]} == {"a", "b"}
     server.until(lambda: set(server.states().values()) == {"unloaded"})
     assert httpx.get(f"{server.url}/v1/auth/permission", timeout=180).json()["permission"] == "admin"

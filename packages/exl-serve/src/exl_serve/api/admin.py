@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from exl_serve.api.http import Call
+from exl_serve.api.prepare import read_request
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
 from exl_serve.request.rules import boolean
 
 __all__ = [
+    "ADAPTER",
+    "body_of",
     "cancel_request",
     "handle_of",
     "list_adapters",
@@ -24,12 +27,26 @@ __all__ = [
 ]
 
 
+ADAPTER = ("model", "lora_name", "lora_path", "load_inplace")
+"""Fields of a body that loads an adapter."""
+
+
 def text_of(body: dict[str, Any], name: str) -> str:
     """Return a text of the body. Raises ServeError 400."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise ServeError.invalid(f"{name} must be a text", name, "missing_field")
     return value
+
+
+async def body_of(call: Call, *names: str, optional: bool = False) -> dict[str, Any]:
+    """Return the body, whose fields have these names; others are named in a header, or rejected.
+
+    `optional`: there may be none. Raises ServeError 400.
+    """
+    body = await call.json(optional=optional)
+    read_request(call, body, {}, frozenset(names))
+    return body
 
 
 def handle_of(call: Call, body: dict[str, Any]) -> ModelHandle:
@@ -44,7 +61,7 @@ async def load_adapter(call: Call) -> None:
     """Load an adapter: {lora_name, lora_path, load_inplace}. Answers 200 once it is loaded; with `load_inplace` it
     replaces one of the same name.
     """
-    await load_one(call, await call.json())
+    await load_one(call, await body_of(call, *ADAPTER))
 
 
 async def load_one(call: Call, body: dict[str, Any]) -> None:
@@ -57,7 +74,7 @@ async def load_one(call: Call, body: dict[str, Any]) -> None:
 
 async def unload_adapter(call: Call) -> None:
     """Unload an adapter: {lora_name}. Answers 409 while requests use it."""
-    body = await call.json()
+    body = await body_of(call, "model", "lora_name")
     engine = await handle_of(call, body).engine()
     await call.answer(200, await engine.control("unload_adapter", name=text_of(body, "lora_name")))
 
@@ -75,6 +92,7 @@ async def list_adapters(call: Call) -> None:
 
 async def reset_cache(call: Call) -> None:
     """Forget every cached page."""
+    await body_of(call, optional=True)
     for handle in call.state.models.list():
         if handle.state == "ready":
             await (await handle.engine()).control("reset_cache")
@@ -111,9 +129,11 @@ def _owner(call: Call) -> str | None:
 
 async def load_model(call: Call) -> None:
     """Load a model."""
+    await body_of(call, optional=True)
     await call.answer(200, await call.state.models.control("load", model=call.path["id"]))
 
 
 async def unload_model(call: Call) -> None:
     """Unload a model."""
+    await body_of(call, optional=True)
     await call.answer(200, await call.state.models.control("unload", model=call.path["id"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from exl_serve.api.admin import handle_of, load_one, text_of
+from exl_serve.api.admin import ADAPTER, body_of, handle_of, load_one, text_of
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.engine.adapters import check_folder_name
@@ -27,6 +27,27 @@ LOAD_SECONDS = 3600.0
 POLL_SECONDS = 0.5
 MAX_LORAS = 64
 SCALING = number(-100, 100)
+_ANY_LOAD: dict[str, tuple[Any, ...]] = {
+    "backend": (),
+    "tensor_parallel": (False,),
+    "tensor_parallel_backend": (),
+    "gpu_split_auto": (True,),
+    "autosplit_reserve": ([], [96]),
+    "gpu_split": ([],),
+    "rope_scale": (1, 1.0),
+    "rope_alpha": (1, 1.0),
+    "chunk_size": (),
+    "output_chunking": (True,),
+    "prompt_template": ("",),
+    "num_experts_per_token": (),
+    "draft_model": ({},),
+    "draft": ({},),
+    "override_preset": ("",),
+    "skip_queue": (False,),
+}
+"""TabbyAPI's options of loading that the configuration sets here, with the values that change nothing, besides null."""
+_OF_MODEL = ("max_seq_len", "cache_size", "cache_mode", "max_batch_size", "vision")
+"""Those that may repeat what is configured."""
 
 
 def _entry(handle: ModelHandle) -> dict[str, Any]:
@@ -60,12 +81,16 @@ async def list_folders(call: Call) -> None:
 
 
 async def load_model(call: Call) -> None:
-    """Load a model: {model_name}. Answers a stream of events until it is loaded, or has failed."""
-    body = await call.json()
+    """Load a model: {model_name}. Answers a stream of events until it is loaded, or has failed.
+
+    TabbyAPI's other fields may repeat what the configuration says.
+    """
+    body = await body_of(call, "model_name", "name", *_ANY_LOAD, *_OF_MODEL)
     name = body.get("model_name", body.get("name"))
     if not isinstance(name, str):
         raise ServeError.invalid("model_name must be a text", "model_name", "missing_field")
     handle, _ = call.state.models.resolve(name, call.caller)
+    await _check_options(handle, body)
     id = handle.config.id
     told = await call.state.models.control("load", model=id)  # an error comes before the stream begins
     await call.start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
@@ -84,8 +109,26 @@ async def load_model(call: Call) -> None:
     await call.write(sse(done), more=False)
 
 
+async def _check_options(handle: ModelHandle, body: dict[str, Any]) -> None:
+    """Raise ServeError 400 for an option of loading that differs from the configuration."""
+    config = handle.config
+    allowed = dict(_ANY_LOAD)
+    values: list[tuple[Any, ...]] = [
+        (config.max_seq_len, config.cache_tokens, config.cache.upper(), config.max_batch_size, config.vision)
+    ]
+    if handle.state == "ready":
+        card = (await handle.engine()).card
+        values.append((card.max_seq_len, card.cache_tokens, card.cache_format.upper(), card.max_batch_size, None))
+    allowed |= dict(zip(_OF_MODEL, zip(*values, strict=True), strict=True))
+    for key, neutral in allowed.items():
+        value = body.get(key)
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            raise ServeError.unsupported(key, f"{key} is set by the configuration of {config.id}: leave it out")
+
+
 async def unload_model(call: Call) -> None:
     """Unload every loaded model."""
+    await body_of(call, optional=True)
     found = [
         await call.state.models.control("unload", model=handle.config.id)
         for handle in call.state.models.list()
@@ -98,7 +141,7 @@ async def load_lora(call: Call) -> None:
     """Load adapters from the folders of their names: {loras: [{name, scaling}]}. With `lora_name` as
     /v1/load_lora_adapter does.
     """
-    body = await call.json()
+    body = await body_of(call, *ADAPTER, "loras", "skip_queue")
     if "loras" not in body:
         await load_one(call, body)
         return
@@ -143,7 +186,7 @@ def _loras(value: Any) -> list[tuple[str, float]]:
 
 async def unload_lora(call: Call) -> None:
     """Unload all adapters of a model, or none where requests use one; with `lora_name` the one of that name."""
-    body = await call.json(optional=True)
+    body = await body_of(call, "model", "lora_name", optional=True)
     engine = await handle_of(call, body).engine()
     if "lora_name" in body:
         await call.answer(200, await engine.control("unload_adapter", name=text_of(body, "lora_name")))
