@@ -17,6 +17,8 @@ from exl_serve.engine.client import EngineClient
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import IGNORED, Field, read_fields
 from exl_serve.request.internal import Constraint, EngineRequest, id_bytes
+from exl_serve.request.nested import unknown_members
+from exl_serve.request.rules import check_kinds
 from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
 __all__ = [
@@ -80,8 +82,12 @@ def admit(call: Call, target: Target, choices: int) -> None:
 def read_request(
     call: Call, body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the clean fields. Unknown fields are named in a header, or rejected. Raises ServeError 400."""
+    """Return the clean fields.
+
+    Unknown fields, and unknown members of known ones, are named in a header, or rejected. Raises ServeError 400.
+    """
     found, unknown = read_fields(body, fields, own)
+    unknown += unknown_members({name: value for name, value in body.items() if name in fields or name in own})
     if name := found.get("safety_identifier") or found.get("user"):
         call.user = hashlib.blake2b(name.encode(), key=call.caller.salt[:64], digest_size=8).hexdigest()
     if unknown:
@@ -107,12 +113,11 @@ def stream_options(fields: Mapping[str, Any]) -> tuple[bool, bool]:
         raise ServeError.invalid("stream_options is for streams: set stream to true", "stream_options")
     if not isinstance(value, dict):
         raise ServeError.invalid("stream_options must be an object", "stream_options")
-    if value.get("include_obfuscation"):
+    if value.get("include_obfuscation") is True:
         raise ServeError.unsupported("stream_options.include_obfuscation", "include_obfuscation is not offered")
-    flags = (value.get("include_usage"), value.get("continuous_usage_stats"))
-    if not all(flag is None or isinstance(flag, bool) for flag in flags):
-        raise ServeError.invalid("include_usage and continuous_usage_stats are true or false", "stream_options")
-    return bool(flags[0]), bool(flags[1])
+    names = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    check_kinds(value, "stream_options", **dict.fromkeys(names, bool))
+    return bool(value.get(names[0])), bool(value.get(names[1]))
 
 
 def prompt_logprobs_of(call: Call, fields: Mapping[str, Any]) -> int | None:

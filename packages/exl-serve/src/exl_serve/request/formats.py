@@ -12,6 +12,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import check_depth
 from exl_serve.request.internal import Constraint
+from exl_serve.request.rules import check_kinds
 from exl_serve.request.structural import structural_of
 
 __all__ = ["format_of", "schema_of"]
@@ -44,6 +45,7 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
             raise ServeError.invalid(
                 f"{param}.json_schema must be an object with a schema", f"{param}.json_schema.schema"
             )
+        check_kinds(inner, f"{param}.json_schema", name=str, description=str, strict=bool)
         return schema_of(inner["schema"], f"{param}.json_schema.schema", limits)
     if kind == "structural_tag":
         return structural_of(value, param, limits)

@@ -10,6 +10,7 @@ from typing import Any
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import LongUrl, check_depth
+from exl_serve.request.rules import check_kinds
 from exl_serve.stream.family import ToolSpec
 
 __all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
@@ -194,6 +195,7 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ServeError.invalid(f"{param}.function must be an object with a name", f"{param}.function.name")
+        check_kinds(function, f"{param}.function", description=str, strict=bool)
         parameters = function.get("parameters")
         parameters = {} if parameters is None else parameters
         if not isinstance(parameters, Mapping):
@@ -214,7 +216,7 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
         specs.append(
             ToolSpec(
                 function["name"],
-                str(function.get("description") or ""),
+                function.get("description") or "",
                 parameters,
                 bool(function.get("strict")),
                 f"{param}.function.parameters",

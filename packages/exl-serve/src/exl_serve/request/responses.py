@@ -13,7 +13,7 @@ from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_n
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
-from exl_serve.request.rules import anything, integer, one_of, string
+from exl_serve.request.rules import anything, check_kinds, integer, one_of, string
 
 __all__ = [
     "FIELDS",
@@ -122,7 +122,7 @@ def tools_as_chat(value: Any) -> Any:
             )
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise ServeError.invalid(f"tools[{at}].name must be the function's name", f"tools[{at}].name")
-        _check_kinds(tool, f"tools[{at}]", description=str, strict=bool)
+        check_kinds(tool, f"tools[{at}]", description=str, strict=bool)
         inner = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
         found.append({"type": "function", "function": inner})
     return found
@@ -156,13 +156,6 @@ def _check_metadata(value: Any) -> None:
         raise ServeError.invalid("metadata must be an object of strings", "metadata")
 
 
-def _check_kinds(given: Mapping[str, Any], param: str, **kinds: type) -> None:
-    for name, kind in kinds.items():
-        if given.get(name) is not None and not isinstance(given[name], kind):
-            wanted = "true or false" if kind is bool else "a text"
-            raise ServeError.invalid(f"{param}.{name} must be {wanted}", f"{param}.{name}")
-
-
 def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
     if value is None:
         return None, {"type": "text"}
@@ -182,7 +175,7 @@ def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[st
         raise ServeError.unsupported(
             "text.format.type", f"text.format.type {str(kind)[:32]!r} is not offered: text, json_object, json_schema"
         )
-    _check_kinds(shape, "text.format", name=str, description=str, strict=bool)
+    check_kinds(shape, "text.format", name=str, description=str, strict=bool)
     made = schema_of(shape.get("schema"), "text.format.schema", limits)
     schema = json.loads(made.source)  # it may come as a text
     _check_texts(schema, "text.format.schema")

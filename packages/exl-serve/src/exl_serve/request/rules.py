@@ -11,7 +11,20 @@ from typing import Any
 
 from exl_serve.errors import ServeError
 
-__all__ = ["Rule", "anything", "biases", "boolean", "ids", "integer", "listed", "number", "one_of", "string", "strings"]
+__all__ = [
+    "Rule",
+    "anything",
+    "biases",
+    "boolean",
+    "check_kinds",
+    "ids",
+    "integer",
+    "listed",
+    "number",
+    "one_of",
+    "string",
+    "strings",
+]
 
 _IDS = re.compile("^([0-9]{1,9}(, ?[0-9]{1,9})*)?$")
 """Token ids with commas between them, or none."""
@@ -185,6 +198,14 @@ def one_of(*words: str) -> Rule:
         return value
 
     return Rule(check, {"enum": list(words)})
+
+
+def check_kinds(given: Mapping[str, Any], param: str, **kinds: type) -> None:
+    """Raise ServeError 400 where a member is not of its kind, a text or true or false; null counts as absent."""
+    for name, kind in kinds.items():
+        if given.get(name) is not None and not isinstance(given[name], kind):
+            wanted = "true or false" if kind is bool else "a text"
+            raise ServeError.invalid(f"{param}.{name} must be {wanted}", f"{param}.{name}")
 
 
 anything = Rule(lambda param, value: value, {})
