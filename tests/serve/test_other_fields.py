@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from exl_generate import bundled
 from exl_serve.api.chat import FIELDS as CHAT
 from exl_serve.api.completions import FIELDS as COMPLETIONS
+from exl_serve.api.text import FolderText
 from exl_serve.errors import ServeError
 from exl_serve.metrics import NoMeter
 from exl_serve.request.fields import IGNORED, UNSUPPORTED, read_fields
@@ -208,6 +210,37 @@ def test_the_error_names_a_field_of_vllm_or_llama_cpp(name: str, neutral: Any, o
     with pytest.raises(ServeError) as caught:
         read_fields({name: other}, CHAT)
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    ("sent", "param", "code"),
+    [
+        ({"prompt": "x " * 3000}, "prompt", "context_length_exceeded"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt", "invalid_value"),
+        ({"stop_token_ids": [99_999_999]}, "stop_token_ids", "token_id"),
+        ({"banned_tokens": [99_999_999]}, "banned_tokens", "token_id"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias", "token_id"),
+        ({"banned_tokens": [*range(5000)]}, "banned_tokens", "token_id"),
+        ({"banned_tokens": [*range(2, 9)], "allowed_token_ids": [5, 8]}, "banned_tokens", "invalid_value"),
+        ({"logit_bias": {"5": -100}, "allowed_token_ids": [5]}, "logit_bias", "invalid_value"),
+    ],
+)
+def test_the_error_names_the_field_of_the_request(
+    server: LiveServer, sent: dict[str, Any], param: str, code: str
+) -> None:
+    body = {"model": "fable", "prompt": "x", "max_tokens": 1} | sent
+    error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert param in error["message"]
+
+
+def test_a_ban_of_the_whole_vocabulary_is_named(server: LiveServer) -> None:
+    vocabulary = [*range(FolderText(str(bundled.default_model_dir())).vocab_size)]
+    body = {"model": "fable", "prompt": "x", "max_tokens": 1, "banned_tokens": vocabulary}
+    error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["error"]
+    assert (error["param"], error["code"]) == ("banned_tokens", "invalid_value")
+    body["banned_tokens"] = vocabulary[1:]
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
 
 
 def test_text_completions_take_no_tools(server: LiveServer) -> None:

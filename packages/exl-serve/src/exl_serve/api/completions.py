@@ -116,6 +116,7 @@ async def completions(call: Call) -> None:
             special_text=True,
             seeds=seeds[number * n : (number + 1) * n],
             negative_ids=negative_ids,
+            source="prompt",
         )
         for number, ids in enumerate(prompts)
     ]

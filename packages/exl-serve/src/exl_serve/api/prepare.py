@@ -19,7 +19,7 @@ from exl_serve.request.fields import IGNORED, Field, read_fields
 from exl_serve.request.internal import Constraint, EngineRequest, id_bytes
 from exl_serve.request.nested import unknown_members
 from exl_serve.request.rules import check_kinds
-from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
+from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of, stop_ids_of
 
 __all__ = [
     "Target",
@@ -212,15 +212,16 @@ def engine_request(
     special_text: bool,
     seeds: tuple[int, ...] | None = None,
     negative_ids: Sequence[int] | None = None,
+    source: str = "messages",
 ) -> EngineRequest:
     """Build the engine request of one prompt with its n completions.
 
     `seeds`: one for each completion, None: from the field `seed`; `negative_ids`: those of the field `negative_prompt`
-    (`negative_ids_of`). Raises ServeError 400 or 403.
+    (`negative_ids_of`); `source`: the field with the prompt. Raises ServeError 400 or 403.
     """
     card, text = target.engine.card, target.handle.text
     if not ids:
-        raise ServeError.invalid("the prompt is empty: it needs at least one token", "prompt")
+        raise ServeError.invalid("the prompt is empty: it needs at least one token", source)
     room = card.max_seq_len - len(ids)
     asked = max_tokens if max_tokens is not None else call.state.config.server.default_max_tokens
     new = room if asked is None else asked
@@ -228,7 +229,7 @@ def engine_request(
         raise ServeError.invalid(
             f"the prompt has {len(ids)} tokens and {max(new, 1)} are asked for, together more than the context of "
             f"{card.max_seq_len} tokens: shorten the prompt{f', or ask for at most {room}' if room >= 1 else ''}",
-            "max_tokens" if room >= 1 else "messages",
+            "max_tokens" if room >= 1 else source,
             "context_length_exceeded",
         )
     if fields.get("min_tokens", 0) > new:
@@ -257,7 +258,7 @@ def engine_request(
         seeds=seeds_of(seed_of(call, fields), n) if seeds is None else seeds,
         max_tokens=new,
         min_tokens=fields.get("min_tokens", 0),
-        stop_ids=fields.get("stop_token_ids", ()),
+        stop_ids=stop_ids_of(fields, text),
         stop_strings=fields.get("stop", ()),
         ignore_eos=fields.get("ignore_eos", False),
         banned_strings=fields.get("banned_strings", ()),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from exl_serve.api.state import TextCodec
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Sampling
 
-__all__ = ["draw_seed", "sampling_of", "seeds_of"]
+__all__ = ["draw_seed", "sampling_of", "seeds_of", "stop_ids_of"]
 
 _NAMES = {
     "presence_penalty": "token_presence_penalty",
@@ -44,17 +44,34 @@ def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: Te
         values["dry_sequence_breakers"] = _breakers(fields["dry_sequence_breakers"], text)
     bias = dict(fields.get("logit_bias", {}))
     bias |= dict.fromkeys(fields.get("banned_tokens", ()), -math.inf)
-    for name, ids in (("logit_bias", bias), ("allowed_token_ids", fields.get("allowed_token_ids", ()))):
-        bad = next((i for i in ids if i >= text.vocab_size), None)
-        if bad is not None:
-            raise ServeError.invalid(
-                f"{name} names token {bad}; the vocabulary has ids 0 to {text.vocab_size - 1}", name, "token_id"
-            )
-    if fields.get("allowed_token_ids") == ():
+    for name in ("logit_bias", "banned_tokens", "allowed_token_ids"):
+        _check_ids(name, fields.get(name, ()), text)
+    allowed = fields.get("allowed_token_ids")
+    if allowed == ():
         raise ServeError.invalid("allowed_token_ids allows no token: name at least one", "allowed_token_ids")
+    banned = {id for id, amount in bias.items() if amount == -math.inf}
+    if len(banned) >= text.vocab_size or (allowed is not None and banned.issuperset(allowed)):
+        name = "banned_tokens" if "banned_tokens" in fields else "logit_bias"
+        raise ServeError.invalid(f"{name} bans every token that could be generated: leave some", name)
     if bias:
         values["logit_bias"] = bias
     return Sampling(**values)
+
+
+def stop_ids_of(fields: Mapping[str, Any], text: TextCodec) -> tuple[int, ...]:
+    """Return the token ids that end an answer. Raises ServeError 400."""
+    found: tuple[int, ...] = fields.get("stop_token_ids", ())
+    _check_ids("stop_token_ids", found, text)
+    return found
+
+
+def _check_ids(name: str, ids: Iterable[int], text: TextCodec) -> None:
+    """Raise ServeError 400 for an id that is not in the vocabulary."""
+    bad = next((i for i in ids if i >= text.vocab_size), None)
+    if bad is not None:
+        raise ServeError.invalid(
+            f"{name} names token {bad}; the vocabulary has ids 0 to {text.vocab_size - 1}", name, "token_id"
+        )
 
 
 def _breakers(texts: tuple[str, ...], text: TextCodec) -> tuple[int, ...]:
