@@ -167,6 +167,9 @@ def test_the_metrics_count_ignored_fields_by_common_names(server: LiveServer, mo
         ({"n_probs": 0}, {}),
         ({"n_probs": 0, "logprobs": 5}, {"logprobs": 5}),
         ({"allowed_tokens": ""}, {}),
+        ({"dry_penalty_last_n": -1}, {"dry_range": -1}),
+        ({"smoothing_curve": 2}, {}),
+        ({"smoothing_curve": 2, "smoothing_factor": 0}, {"smoothing_factor": 0}),
     ],
 )
 def test_values_of_other_servers(sent: dict[str, Any], read: dict[str, Any]) -> None:
@@ -203,12 +206,22 @@ def test_lists_that_are_none(sent: dict[str, Any]) -> None:
         ("lora", [], [{"id": 0, "scale": 0.5}]),
         ("response_prefix", "", "Sure:"),
         ("prompt_template", None, "alpaca"),
+        ("prompt_embeds", None, "AAAA"),
+        ("repetition_detection", None, {"max_pattern_size": 5}),
+        ("adaptive_target", -0.01, 0.7),
+        ("smoothing_curve", 1, 2),
+        ("generate_window", None, 512),
+        ("n_discard", 0, 64),
+        ("n_cache_reuse", 0, 256),
+        ("response_fields", [], ["content"]),
+        ("return_tokens", False, True),
+        ("thinking", None, {"type": "disabled"}),
     ],
 )
 def test_the_error_names_a_field_of_vllm_or_llama_cpp(name: str, neutral: Any, other: Any) -> None:
     assert read_fields({name: neutral}, CHAT) == ({}, [])
     with pytest.raises(ServeError) as caught:
-        read_fields({name: other}, CHAT)
+        read_fields({"smoothing_factor": 0.3, name: other}, CHAT)
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
@@ -241,6 +254,52 @@ def test_a_ban_of_the_whole_vocabulary_is_named(server: LiveServer) -> None:
     assert (error["param"], error["code"]) == ("banned_tokens", "invalid_value")
     body["banned_tokens"] = vocabulary[1:]
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
+
+
+OF_OPENAI = """audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens
+messages metadata modalities model n parallel_tool_calls prediction presence_penalty prompt_cache_key
+prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store stream
+stream_options temperature tool_choice tools top_logprobs top_p user verbosity web_search_options"""
+OF_VLLM = """add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template
+chat_template_kwargs continue_final_message documents echo ignore_eos include_reasoning include_stop_str_in_output
+kv_transfer_params length_penalty logits_processors media_io_kwargs min_p min_tokens mm_processor_kwargs priority
+prompt_logprobs repetition_detection repetition_penalty return_token_ids return_tokens_as_token_ids
+skip_special_tokens spaces_between_special_tokens stop_token_ids structured_outputs thinking_token_budget top_k
+truncate_prompt_tokens use_beam_search vllm_xargs"""
+OF_LLAMA_CPP = """cache_prompt dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers
+dynatemp_exponent dynatemp_range grammar id_slot json_schema lora min_keep mirostat mirostat_eta mirostat_tau
+n_cache_reuse n_cmpl n_discard n_indent n_keep n_predict n_probs post_sampling_probs reasoning_format repeat_last_n
+repeat_penalty response_fields return_progress return_tokens samplers t_max_predict_ms timings_per_token top_n_sigma
+typical_p xtc_probability xtc_threshold"""
+OF_TABBYAPI = """add_bos_token allowed_tokens ban_eos_token banned_strings banned_tokens cfg_scale generate_window
+grammar_string guidance_scale json_schema logit_bias max_temp min_temp min_tokens mirostat_mode negative_prompt
+penalty_range prompt_template regex_pattern repetition_decay response_prefix skew smoothing_factor speculative_ngram
+template_vars temp_exponent temperature_last tfs token_healing top_a typical"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        (OF_OPENAI, {"messages", "functions", "function_call"}),
+        (OF_VLLM, set()),
+        (OF_LLAMA_CPP, set()),
+        (OF_TABBYAPI, set()),
+        ("best_of echo logprobs prompt prompt_embeds suffix", {"prompt", "suffix"}),
+    ],
+    ids=["openai", "vllm", "llama.cpp", "tabbyapi", "completions"],
+)
+def test_the_fields_of_other_servers_are_known(fields: str, own: set[str]) -> None:
+    table = COMPLETIONS if "prompt" in own else CHAT
+    assert not set(fields.split()) - table.keys() - UNSUPPORTED.keys() - own
+
+
+def test_the_whole_context_of_dry_has_two_names(server: LiveServer) -> None:
+    body = {"model": "fable", "prompt": "The fox. The fox. The", "max_tokens": 12, "dry_multiplier": 2, "seed": 3}
+    answers = [
+        httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=120).json()["choices"]
+        for more in ({}, {"dry_penalty_last_n": 0}, {"dry_penalty_last_n": -1})
+    ]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_text_completions_take_no_tools(server: LiveServer) -> None:

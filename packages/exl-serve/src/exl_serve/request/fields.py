@@ -136,8 +136,8 @@ SAMPLING: tuple[Field, ...] = (
     Field("dry_allowed_length", integer(1, 1 << 20), "tokens", meaning="shortest repeat that DRY penalises"),
     Field(
         "dry_range",
-        integer(0, 1 << 24),
-        "tokens; 0 is the whole context",
+        integer(-1, 1 << 24),
+        "tokens; 0 and -1 are the whole context",
         ("dry_penalty_last_n",),
         meaning="newest tokens in which DRY looks for repeats",
     ),
@@ -379,6 +379,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora": (None, []),
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
+    "n_discard": (None, 0),
+    "n_cache_reuse": (None, 0),
+    "n_indent": (None, 0),
+    "n_cmpl": (None, 1),
+    "response_fields": (None, []),
+    "return_tokens": (None, False),
+    "prompt_embeds": (None,),
+    "repetition_detection": (None,),
+    "generate_window": (None,),
+    "thinking": (None,),
+    # With a curve of 1 there is none, and below 0 no target.
+    "smoothing_curve": (None, 1, 1.0),
+    "adaptive_target": (None, -1, -1.0),
 }
 """Fields of other APIs that are not offered, with the values that change nothing and are therefore accepted."""
 
@@ -391,9 +404,9 @@ IGNORED = frozenset(
         *("options", "keep_alive", "format", "think", "raw", "system", "template", "context", "images"),
         *("model_kwargs", "provider", "transforms", "models", "route", "plugins", "usage", "chat_id"),
         *("session_id", "features", "variables", "params", "background_tasks", "safe_prompt", "random_seed"),
-        *("prefix", "thinking", "cache_control", "system_prompt", "extra_body", "extra_headers", "api_base"),
+        *("prefix", "cache_control", "system_prompt", "extra_body", "extra_headers", "api_base"),
         *("api_key", "drop_params", "num_retries", "custom_llm_provider", "mode", "character", "preset"),
-        *("sampler_order", "sampler_priority", "truncation_length", "smoothing_curve", "rep_pen_slope"),
+        *("sampler_order", "sampler_priority", "request_id", "truncation_length", "rep_pen_slope"),
     }
 )
 """Names by which the metrics count ignored fields. Other names count as one: clients choose them."""
@@ -422,12 +435,20 @@ def read_fields(
         elif key in own:
             continue
         elif key in UNSUPPORTED:
-            if not any(value == neutral and type(value) is type(neutral) for neutral in UNSUPPORTED[key]):
+            neutral = any(value == one and type(value) is type(one) for one in UNSUPPORTED[key])
+            if not neutral and not _has_no_effect(key, value, body):
                 raise ServeError.unsupported(key, f"{key} is not offered by this server: leave it out")
         else:
             unknown.append(key)
     _drop_neutral(found)
     return found, unknown
+
+
+def _has_no_effect(key: str, value: Any, body: Mapping[str, Any]) -> bool:
+    """Whether a field that is not offered changes nothing beside the others of a body."""
+    if key == "adaptive_target":
+        return type(value) in (int, float) and value < 0
+    return key == "smoothing_curve" and not body.get("smoothing_factor")
 
 
 def _is_off(key: str, value: Any) -> bool:

@@ -36,8 +36,8 @@ def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: Te
     values: dict[str, Any] = {k: v for k, v in defaults.items() if k in Sampling.__struct_fields__}
     values |= {name: fields[name] for name in _SAME if name in fields}
     values |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
-    if values.get("top_k", 0) < 0:
-        values["top_k"] = 0
+    for name in ("top_k", "dry_range"):  # -1 is off, or all
+        values[name] = max(0, values.get(name, 0))
     if "mirostat_mode" in fields:
         values["mirostat"] = fields["mirostat_mode"] > 0
     if "dry_sequence_breakers" in fields:
