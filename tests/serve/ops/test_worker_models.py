@@ -144,3 +144,20 @@ def test_an_unreadable_tokenizer_is_read_again_for_another_engine_only(tmp_path:
         await known(models, "b")
 
     run(work)
+
+
+def test_a_model_that_is_being_unloaded_is_asked_again_later() -> None:
+    """The next request loads it."""
+
+    async def work(models: WorkerModels) -> None:
+        ready = told("a")
+        models.update([ready])
+        await known(models, "a")
+        models.update([msgspec.structs.replace(ready, state="draining")])
+        with pytest.raises(ServeError, match="is being unloaded: try again") as caught:
+            await models.resolve("a", Caller())[0].engine()
+        error = caught.value
+        assert (error.status, error.code) == (503, "model_unloaded")
+        assert (error.retry_after or 0) > 0
+
+    run(work)

@@ -108,7 +108,9 @@ class Handle:
             return ServeError.unavailable("engine_stalled", f"the engine of {name} makes no progress", LOAD_WAIT)
         if self.state == "loading":
             return ServeError.unavailable("model_loading", f"the model {name} is being loaded: try again", LOAD_WAIT)
-        return ServeError.unavailable("model_unloaded", f"the model {name} is {self.state}: load it first", None)
+        if self.state == "draining":
+            return ServeError.unavailable("model_unloaded", f"the model {name} is being unloaded: try again", LOAD_WAIT)
+        return ServeError.unavailable("model_unloaded", f"the model {name} is not loaded: try again", LOAD_WAIT)
 
 
 def _read_text(config: ModelConfig) -> tuple[FolderText, OutputFamily]:
