@@ -13,8 +13,8 @@ from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, CONVERSATION, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
 from exl_serve.request.internal import ids_of
-from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
-from exl_serve.request.rules import anything, boolean, integer, one_of, string
+from exl_serve.request.messages import ImagePart, check_results, messages_of, tool_choice_of, tools_of
+from exl_serve.request.rules import anything, boolean, integer, one_of, scalar, scalars, string
 from exl_serve.stream.chunks import Chat, FunctionChat
 
 __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
@@ -35,7 +35,7 @@ CHAT: tuple[Field, ...] = (
         meaning="the most probable candidates for each token",
     ),
     PROMPT_LOGPROBS,
-    Field("reasoning_effort", anything, "as the template takes it", meaning="a variable of the chat template"),
+    Field("reasoning_effort", scalar, "as the template takes it", meaning="a variable of the chat template"),
     Field(
         "add_generation_prompt", boolean, "true or false", meaning="begin the assistant's message; true where absent"
     ),
@@ -80,7 +80,7 @@ MAX_DOCUMENTS = 1024
 RESERVED = frozenset(
     {
         *("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents", "chat_template"),
-        *("parse_special_in_content", "parse_special", "tokenizer", "self"),
+        *("parse_special_in_content", "parse_special", "tokenizer", "self", "known_variables"),
     }
 )
 """Names that the server sets itself, or that are not variables of a template."""
@@ -105,6 +105,8 @@ async def chat_completions(call: Call) -> None:
         fields["parallel_tool_calls"] = False  # the answer's shape has room for one
     images: list[ImagePart] = []
     messages = messages_of(body.get("messages"), limits, images)
+    if state.config.server.strict_fields:
+        check_results(messages)
     plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
     choice, callable_tools = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
@@ -225,10 +227,12 @@ def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ServeError.invalid(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", "chat_template_kwargs")
     if any(not name.isidentifier() or name.startswith("_") for name in given):
         raise ServeError.invalid("chat_template_kwargs names variables: letters, digits and _", "chat_template_kwargs")
-    found: dict[str, Any] = dict(given)
+    found: dict[str, Any] = {name: scalars(f"chat_template_kwargs.{name}", value) for name, value in given.items()}
     for name in ("enable_thinking", "reasoning_effort"):
         if name in fields:
             found[name] = fields[name]
+    if call.state.config.server.strict_fields:
+        found["known_variables"] = tuple(found)
     if "documents" in fields:
         found["documents"] = _documents(fields["documents"])
     if "chat_template" in fields:

@@ -174,7 +174,7 @@ async def _shortened(
             "context_length_exceeded",
         )
     messages = asked.messages
-    first = next((at for at, one in enumerate(messages) if one["role"] != "system"), 0)
+    first = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
     starts = [at for at, one in enumerate(messages) if at > first and one["role"] == "user"]
     sizes = [0, *itertools.accumulate(map(_characters, messages[first:]))]
     cut = [sizes[at - first] for at in starts]  # characters that each cut leaves out

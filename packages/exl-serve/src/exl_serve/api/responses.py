@@ -19,7 +19,10 @@ from exl_serve.stream.responses import Responses
 
 __all__ = ["input_tokens", "no_response", "responses"]
 
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input"}
+_NAMES = {
+    **{"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input"},
+    "reasoning_effort": "reasoning.effort",
+}
 """Fields of chat that errors name, and what they are here."""
 
 

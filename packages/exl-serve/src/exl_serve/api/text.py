@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,8 @@ from exl_serve.errors import ServeError
 
 __all__ = ["FolderText"]
 
+_DEVELOPER = re.compile(r"""["']developer["']""")
+"""How a template that knows the role names it."""
 _renderers = ThreadPoolExecutor(4, thread_name_prefix="exl-render")
 """Threads that wait for the template processes, and tokenize: the tokenizers library releases the GIL."""
 
@@ -91,12 +94,17 @@ class FolderText:
             values.setdefault("chat_template", self._template)
         values["tools"] = tools
 
+        known = values.pop("known_variables", ())
+
         def work() -> tuple[str, list[int]]:
-            if values.get("documents") and "documents" not in template_source(self._tokenizer, values):
+            source = template_source(self._tokenizer, values)
+            _check_variables(source, known)
+            if values.get("documents") and "documents" not in source:
                 raise ServeError.unsupported(
                     "documents", "this model's chat template takes no documents: put their texts in a message"
                 )
-            return conversation_ids(self._tokenizer, messages, parse_special=parse, **values)
+            said = messages if _DEVELOPER.search(source) else [_as_system(one) for one in messages]
+            return conversation_ids(self._tokenizer, said, parse_special=parse, **values)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(_renderers, work)
@@ -104,3 +112,15 @@ class FolderText:
             raise ServeError.invalid(str(error), "messages", "chat_template") from error
         except (TokenizerError, InputError) as error:  # the latter: a variable's name, a lone surrogate
             raise ServeError.invalid(str(error), "messages") from error
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message in which the role developer is system."""
+    return message if message["role"] != "developer" else {**message, "role": "system"}
+
+
+def _check_variables(source: str, names: Iterable[str]) -> None:
+    """Raise ServeError 400 for a variable that the source of a chat template does not name."""
+    for name in names:
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise ServeError.unsupported(name, f"this model's chat template has no variable {name}: leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from exl_serve.request.body import LongUrl, check_depth
 from exl_serve.request.rules import check_kinds
 from exl_serve.stream.family import ToolSpec
 
-__all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
+__all__ = ["ImagePart", "check_results", "content_of", "messages_of", "tool_choice_of", "tools_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WITH_IMAGES = ("user", "tool")
@@ -46,6 +46,17 @@ def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = Non
     return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(renewed)]
 
 
+def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ServeError 400 for the result of a call that no message before it has."""
+    calls: set[str] = set()
+    for at, one in enumerate(messages):
+        calls.update(call["id"] for call in one.get("tool_calls", ()) if isinstance(call.get("id"), str))
+        id = one.get("tool_call_id")
+        if one["role"] == "tool" and id is not None and id not in calls:
+            param = f"messages[{at}].tool_call_id"
+            raise _bad(param, f"no call before it has the id {str(id)[:64]!r}")
+
+
 def _without_function_calls(messages: list[Any]) -> list[Any]:
     """Return messages in which `function_call` and the role `function`, OpenAI's form of 2023, are tool calls and
     their results.
@@ -76,8 +87,6 @@ def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | N
     if role not in ROLES:
         raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}; it must be one of {', '.join(ROLES)}")
     found = {key: one for key, one in value.items() if one is not None}
-    if role == "developer":
-        found["role"] = "system"
     calls = found.get("tool_calls")
     if calls is not None:
         found["tool_calls"] = _calls(calls, f"{param}.tool_calls", limits)

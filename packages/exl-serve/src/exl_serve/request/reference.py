@@ -23,7 +23,11 @@ def render() -> str:
             "",
             "The server reads a field, or rejects it with an error that names it. A field that is not listed here is "
             "named in the answer's header",
-            "`x-exl-ignored`, or rejected where the configuration says `strict_fields = true`. null counts as absent.",
+            "`x-exl-ignored`, or rejected where the configuration says `strict_fields = true`; so is a member of "
+            "`tools`, `response_format` and other objects that",
+            "nothing reads. With `strict_fields`, variables that the chat template does not have, and results of calls "
+            "that no message has, are rejected as well.",
+            "null counts as absent.",
             "",
             "## Chat and text completions",
             "",
@@ -43,7 +47,7 @@ def render() -> str:
             "",
             *_HEAD,
             "| `messages` | | roles system, developer, user, assistant, tool | the conversation; content is a text, "
-            "or a list of parts: text, `image_url` |",
+            "or a list of parts: text, `image_url`; developer is system where the template does not know it |",
             *_rows(CHAT, head=False),
             "| `functions`, `function_call` | | | OpenAI's older form of `tools` and `tool_choice`; the answer has at "
             "most one call, as `function_call` |",

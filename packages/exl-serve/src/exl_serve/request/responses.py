@@ -260,7 +260,7 @@ def _messages(value: Any, instructions: str | None, limits: Limits) -> tuple[lis
     if instructions is not None:
         # Many templates take one system message, in front.
         first = talk.messages[0] if talk.messages else {}
-        if first.get("role") == "system":
+        if first.get("role") in ("system", "developer"):
             first["content"] = f"{instructions}\n\n{first['content']}"
         else:
             talk.messages.insert(0, {"role": "system", "content": instructions})
@@ -278,7 +278,7 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         if role not in ("user", "assistant", "system", "developer"):
             raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}: user, assistant, system or developer")
         content = content_of(item.get("content"), f"{param}.content", limits, talk.images if role == "user" else None)
-        talk.add({"role": "system" if role == "developer" else role, "content": content})
+        talk.add({"role": role, "content": content})
     elif kind == "function_call":
         call, name, arguments = (_string(item, key, param) for key in ("call_id", "name", "arguments"))
         talk.call({"id": call, "type": "function", "function": {"name": name, "arguments": arguments}})

@@ -22,6 +22,8 @@ __all__ = [
     "listed",
     "number",
     "one_of",
+    "scalar",
+    "scalars",
     "string",
     "strings",
 ]
@@ -198,6 +200,25 @@ def one_of(*words: str) -> Rule:
         return value
 
     return Rule(check, {"enum": list(words)})
+
+
+def _scalar(param: str, value: Any) -> Any:
+    if isinstance(value, str):
+        _check_text(param, value)
+    elif value is not None and not isinstance(value, int | float):
+        raise _refuse(param, value, "a text, a number, true or false")
+    return value
+
+
+scalar = Rule(_scalar, {"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "boolean"}]})
+"""Accepts a text, a number, true or false."""
+
+
+def scalars(param: str, value: Any) -> Any:
+    """Return a scalar, or a list of scalars and such lists. Raises ServeError 400 for an object anywhere in it."""
+    if isinstance(value, list):
+        return [scalars(f"{param}[{at}]", one) for at, one in enumerate(value)]
+    return scalar(param, value)
 
 
 def check_kinds(given: Mapping[str, Any], param: str, **kinds: type) -> None:
