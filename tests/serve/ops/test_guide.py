@@ -15,6 +15,7 @@ from guide_commands import DEPLOY, ROOT, Machine, shell
 from served import SECONDS, Served
 
 from exl_generate import bundled
+from exl_serve.testing.waiting import until
 
 ADDRESS = "http://127.0.0.1:8000"
 GUIDE = (ROOT / "docs/guides/serving.md").read_text(encoding="utf-8")
@@ -37,6 +38,43 @@ def test_the_readme_serves_in_a_few_lines(served: Callable[..., Served], tmp_pat
     for command in others:
         assert ADDRESS in command
         assert '"content"' in shell(command.replace(ADDRESS, server.url).replace("curl -s", "curl -s -f"), tmp_path)
+
+
+def answers(server: Served, status: int, key: str | None = None) -> None:
+    """Ask a server of the guide for tokens."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"prompt": "Once", "max_tokens": 2}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=SECONDS)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "## Several clients",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("# Serving models", "## Behind a proxy", "## What is logged")
+        ),
+    ],
+)
+def test_a_command_of_the_guide_serves(served: Callable[..., Served], tmp_path: Path, title: str) -> None:
+    """With the bundled model as DIR, and a free port."""
+    make_key, _ = block(GUIDE, "## Several clients", "bash").splitlines()
+    words = shlex.split(block(GUIDE, title, "bash").splitlines()[-1].removeprefix("uv run "))
+    assert words[:4] == ["exl", "serve", "-m", "DIR"]
+    key = re.search(r"key: (\S+)", shell(make_key, tmp_path)) if "keys.toml" in words else None
+    here = {"DIR": str(bundled.default_model_dir()), "keys.toml": str(tmp_path / "keys.toml")}
+    here["log.content=content.jsonl"] = f"log.content={tmp_path / 'content.jsonl'}"
+    server = served(*[here.get(word, word) for word in words[2:]]).up()
+    server.url = server.url.replace("//0.0.0.0:", "//127.0.0.1:")
+    if "keys.toml" in words:
+        assert key is not None
+        answers(server, 401)
+    answers(server, 200, None if key is None else key[1])
+    if title == "## What is logged":
+        file = tmp_path / "content.jsonl"
+        until(lambda: file.exists() and '"Once"' in file.read_text())  # a line follows its answer
 
 
 @pytest.mark.parametrize("serves", [False, pytest.param(True, marks=pytest.mark.full)])
