@@ -92,3 +92,14 @@ def test_series_of_other_shapes_are_left_out() -> None:
         ]
     )
     assert not [line for line in lines(metrics) if line.startswith((name, "vllm:"))]
+
+
+def test_requests_that_failed_or_were_left_are_no_successes() -> None:
+    metrics = Metrics()
+    for reason in ("stop", "abort", "error"):
+        metrics.count("exl_requests_total", model_name="m", finished_reason=reason)
+    found = lines(metrics)
+    for reason in ("stop", "abort", "error"):
+        assert f'exl_requests_total{{finished_reason="{reason}",model_name="m"}} 1.0' in found
+        alias = f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}} 1.0'
+        assert (alias in found) == (reason == "stop")

@@ -114,6 +114,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 }
 
 
+UNSUCCESSFUL = ("abort", "error")
+"""Reasons of requests whose client left, or that failed."""
+
+
 class _Spread:
     """A histogram whose values come as their number in each bucket."""
 
@@ -172,7 +176,9 @@ class Metrics:
             known = COUNTERS if is_count else HISTOGRAMS
             if name not in known or set(labels) != set(known[name][1]) or not value >= 0:
                 continue
-            for metric in self._made[name]:
+            # vLLM counts successes alone under its name.
+            last = 1 if labels.get("finished_reason") in UNSUCCESSFUL else None
+            for metric in self._made[name][:last]:
                 one = metric.labels(**labels) if labels else metric
                 if is_count:
                     one.inc(value)
