@@ -1,4 +1,4 @@
-"""What busy keys get of an engine, in a simulation of its turns."""
+"""The shares of an engine that busy keys get, in a simulation of its turns."""
 
 from __future__ import annotations
 
