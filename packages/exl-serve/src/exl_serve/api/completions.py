@@ -22,6 +22,7 @@ from exl_serve.api.prepare import (
     settings_of,
     stream_options,
 )
+from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, PROMPT_LOGPROBS, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of
@@ -85,12 +86,7 @@ async def completions(call: Call) -> None:
     wanted = format_of(fields, limits)
     target = await resolve(call, fields)
     given = _several(body.get("prompt"))
-    if n > limits.max_n or n * len(given) > limits.max_choices:
-        raise ServeError.invalid(
-            f"{len(given)} prompts and n = {n}; n is at most {limits.max_n}, and all choices together at most "
-            f"{limits.max_choices}",
-            "n",
-        )
+    _check_number(n, len(given), limits)
     admit(call, target, n * len(given))
     began = time.monotonic()
     prompts, truncated = _cut(await _prompts(given, fields, target), fields, target)
@@ -152,6 +148,16 @@ async def completions(call: Call) -> None:
         stream=fields.get("stream", False),
         interval=fields.get("stream_interval", 1),
     )
+
+
+def _check_number(n: int, prompts: int, limits: Limits) -> None:
+    """Raise ServeError 400 for too many choices."""
+    if n > limits.max_n or n * prompts > limits.max_choices:
+        raise ServeError.invalid(
+            f"{prompts} prompts and n = {n}; n is at most {limits.max_n}, and all choices together at most "
+            f"{limits.max_choices}",
+            "n",
+        )
 
 
 def _checked(call: Call, body: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:

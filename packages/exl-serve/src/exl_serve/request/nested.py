@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["unknown_members"]
 
-MOST = 16
+MOST = 20
 """Names that are looked for."""
 _FORMATS: dict[str, frozenset[str]] = {
     "text": frozenset({"type"}),
