@@ -77,7 +77,7 @@ SAMPLING: dict[str, Any] = {
     "dry_multiplier": lambda r: 0.8,
     "dry_base": lambda r: 1.4,
     "dry_allowed_length": lambda r: 1,
-    "dry_range": lambda r: 16,
+    "dry_range": lambda r: 40,
     "allowed_token_ids": lambda r: r.sample(range(3, 600), 300),
     "banned_tokens": lambda r: r.sample(range(3, 600), 100),
     "logit_bias": lambda r: {str(r.randrange(3, 400)): r.choice([-100, -2, 5]) for _ in range(3)},
