@@ -44,7 +44,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     chat(messages=[{"role": "assistant", "content": "x", "audio": None, "foo": 1}, *SAY]),  # the template gets it
     chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}, max_tokens=40),
     chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}),
-    response(reasoning={"effort": "low"}, text={"format": {"type": "text"}, "verbosity": None}),
+    response(reasoning={"effort": None}, text={"format": {"type": "text"}, "verbosity": None}),
     response(
         input=[
             {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
