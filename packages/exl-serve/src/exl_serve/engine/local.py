@@ -163,6 +163,7 @@ class LocalEngine:
         finally:
             self._answers.pop(tag, None)
             self._waiting.pop(tag, None)
+            del taken  # its error would refer to this frame, and this frame to it
         return running
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
