@@ -146,19 +146,24 @@ def test_the_manifest_of_kuberay_is_what_the_command_prints(monkeypatch: pytest.
         assert pod["securityContext"]["runAsUser"] == 10001
         mounted = {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
         assert {"/keys", "/models", "/dev/shm"} <= mounted
-    assert pods[1]["terminationGracePeriodSeconds"] > config.drain.timeout + 10
+        assert pod["terminationGracePeriodSeconds"] > config.drain.delay + config.drain.timeout + 10
+    assert "wget" in text("Dockerfile")
 
 
 def test_a_serve_file_names_every_option_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0"))
     tables = {
         "server": {"cors_origins": ["https://a.example"], "limits": {"max_streams": 9}},
-        "model": [{"id": "a", "path": "/a", "adapters": {"fr": "/fr"}}, {"id": "b", "path": "/b", "aliases": ["c"]}],
+        "model": [
+            {"id": "a", "path": "/a", "adapters": {"fr": "/fr"}},
+            {"id": "b", "path": "/b", "aliases": ["1e3", "no"]},
+        ],
         "ray": {"resume": False},
         "metrics_alias": "none",
     }
     (made,) = yaml.safe_load(serve_file(parse(tables)))["applications"]
     assert made["args"] == tables
+    assert '"1e3"' in serve_file(parse(tables))
     with pytest.raises(ConfigError, match="min_replicas"):
         serve_file(parse({"model": [{"id": "a", "path": "/a"}], "ray": {"min_replicas": 3}}))
     file = tmp_path / "serve.toml"
@@ -169,8 +174,11 @@ def test_a_serve_file_names_every_option_that_differs(tmp_path: Path, monkeypatc
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
         build({"model": [{"id": "a", "path": "/a"}]})
+    beyond = {"server": {"host": "0.0.0.0"}, "model": [{"id": "a", "path": "/a"}]}
     with pytest.raises(ConfigError, match="no keys"):
-        build({"server": {"host": "0.0.0.0"}, "model": [{"id": "a", "path": "/a"}]})
+        serve_file(parse(beyond))
+    with pytest.raises(ConfigError, match="no keys"):
+        build(beyond)
 
 
 def test_proxies_pass_streams_on() -> None:

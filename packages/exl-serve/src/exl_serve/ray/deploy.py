@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -20,10 +21,19 @@ def serve_file(config: ServeConfig) -> str:
     Raises ConfigError for a configuration that Ray cannot serve.
     """
     check(config, None, {})
+    check_bind(config)
     import yaml  # Ray depends on it
 
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Quotes what some readers of YAML take for a number, such as 1e3."""
+
+    def text_of(dumper: Any, value: str) -> Any:
+        plain = re.fullmatch(r"[A-Za-z_/][\w./:-]*", value)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
+
+    Dumper.add_representer(str, text_of)
     made = {
-        "proxy_location": "HeadOnly",
+        "proxy_location": "EveryNode",
         "http_options": {"host": config.server.host, "port": config.server.port},
         "applications": [
             {
@@ -34,7 +44,7 @@ def serve_file(config: ServeConfig) -> str:
             }
         ],
     }
-    text: str = yaml.safe_dump(made, sort_keys=False, width=100)
+    text: str = yaml.dump(made, Dumper=Dumper, sort_keys=False, width=100)
     return text
 
 
