@@ -68,6 +68,14 @@ UNREAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(messages=part(foo=1)), "messages[0].content[0].foo"),
     (chat(tools=[TOOL | {"foo": 1}], tool_choice="none"), "tools[0].foo"),
     (chat(tools=[TOOL], tool_choice={"type": "function", "name": "f", "foo": 1}, max_tokens=40), "tool_choice.foo"),
+    (
+        chat(
+            tools=[TOOL],
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL | {"foo": 1}]}},
+        ),
+        "tool_choice.allowed_tools.tools[0].foo",
+    ),
+    (("/reset_prefix_cache?reset_running_requests=true", {}), "reset_running_requests"),
     (response(reasoning={"foo": 1}), "reasoning.foo"),
     (response(text={"format": {"type": "text", "foo": 1}}), "text.format.foo"),
     (response(input=[*SAY, {"role": "user", "content": "x", "foo": 1}]), "input[1].foo"),
@@ -79,6 +87,10 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(tools=[{"type": "function", "function": {"name": "f", "strict": "yes"}}]), "tools[0].function.strict"),
     (chat(tools=[{"type": "function", "function": {"name": "f", "description": 1}}]), "tools[0].function.description"),
     (chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (chat(tools=[TOOL], functions=[TOOL["function"]]), "functions"),
+    (chat(tools=[TOOL], tool_choice="auto", function_call="auto"), "function_call"),
+    (("/tokenize", {"prompt": "x", "messages": SAY}), "messages"),
+    (("/tokenize", {"prompt": "x", "content": "y"}), "content"),
 ]
 
 

@@ -257,6 +257,7 @@ def test_prompts_are_counted_and_shown_as_chat_renders_them(http: httpx.Client) 
         {"messages": [QUESTION], "documents": [{"title": "Foxes", "text": "They sleep."}]},
         {"messages": [QUESTION], "add_special_tokens": True},
         {"messages": [QUESTION], "add_special_tokens": False},
+        {"messages": [QUESTION], "tools": [TOOL], "tool_choice": "none"},
     ):
         used = chat(http, model="reader", **{"max_tokens": 1} | fields)["usage"]["prompt_tokens"]
         body = {"model": "reader", **fields}

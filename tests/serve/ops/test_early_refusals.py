@@ -114,5 +114,10 @@ def test_a_refused_prompt_leaves_no_open_request(live: LiveServer) -> None:
         refused = ask(live, "narrow", path, body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert ask(live, "narrow", "/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 2}).status_code == 200
-    error = ask(live, "narrow", "/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 3}).json()["error"]
+
+
+@pytest.mark.parametrize("name", ["narrow", "few"])
+def test_more_choices_than_a_key_may_ever_have_are_an_error(live: LiveServer, name: str) -> None:
+    error = ask(live, name, "/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 3}).json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", "n")
+    assert ask(live, name, "/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 2}).status_code == 200

@@ -40,12 +40,13 @@ def text_of(body: dict[str, Any], name: str) -> str:
 
 
 async def body_of(call: Call, *names: str, optional: bool = False) -> dict[str, Any]:
-    """Return the body, whose fields have these names; others are named in a header, or rejected.
+    """Return the body, whose fields have these names; others, and parameters in the URL, are named in a header, or
+    rejected.
 
     `optional`: there may be none. Raises ServeError 400.
     """
     body = await call.json(optional=optional)
-    read_request(call, body, {}, frozenset(names))
+    read_request(call, call.query | body, {}, frozenset(names) - call.query.keys() | body.keys() & frozenset(names))
     return body
 
 

@@ -150,6 +150,9 @@ class Authenticator:
         if (most := key.limits.concurrent) is not None and choices > most:
             text = f"the request has {choices} choices, the key may have {most} at a time: ask for fewer"
             raise ServeError.invalid(text, "n")
+        if (most := key.limits.requests_per_minute) is not None and choices > most:
+            text = f"the request has {choices} choices, the key may ask for {most} a minute: ask for fewer"
+            raise ServeError.invalid(text, "n")
 
         def headers(new: int = 0) -> dict[str, str]:
             found: dict[str, str] = {}
@@ -164,7 +167,7 @@ class Authenticator:
         if concurrent is not None and usage.open and usage.open + choices > concurrent:
             text = f"{usage.open} choices of this key's requests are open, it may have {concurrent}"
             raise _over("too_many_requests", text, 1, headers())
-        if requests is not None and len(usage.requests) + choices > requests:
+        if requests is not None and usage.requests and len(usage.requests) + choices > requests:
             text = f"{len(usage.requests)} requests in the last minute, the key may send {requests}"
             raise _over("rate_limit_exceeded", text, usage.requests_reset(now), headers())
         if tokens is not None and usage.sum >= tokens:

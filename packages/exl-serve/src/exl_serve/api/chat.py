@@ -188,14 +188,16 @@ def _reasoning_field(fields: Mapping[str, Any], configured: str) -> str:
 
 
 def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
-    """Return a field, or its form of 2023: functions, function_call."""
-    if name == "tools" and body.get("functions") is not None and "tools" not in fields:
-        old = body["functions"]
+    """Return a field, or its form of 2023: functions, function_call. Raises ServeError 400 where both are given."""
+    older = {"tools": "functions", "tool_choice": "function_call"}[name]
+    old = body.get(older)
+    if old is None or old == []:
+        return fields.get(name)
+    if fields.get(name) is not None:
+        raise ServeError.invalid(f"{name} and {older} are given, which say the same: leave {older} out", older)
+    if name == "tools":
         return [{"type": "function", "function": one} for one in old] if isinstance(old, list) else old
-    if name == "tool_choice" and body.get("function_call") is not None and "tool_choice" not in fields:
-        old = body["function_call"]
-        return {"type": "function", "function": old} if isinstance(old, dict) else old
-    return fields.get(name)
+    return {"type": "function", "function": old} if isinstance(old, dict) else old
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from exl_serve.api.chat import FIELDS, variables_of
@@ -10,7 +11,7 @@ from exl_serve.api.http import Call
 from exl_serve.api.prepare import checked_ids, read_request
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
-from exl_serve.request.messages import messages_of, tools_of
+from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
 
 __all__ = ["apply_template", "card_of", "detokenize", "embeddings", "get_model", "list_models", "tokenize"]
 
@@ -29,7 +30,7 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
     card: dict[str, Any] = {
         "id": handle.config.id,
         "object": "model",
-        "created": 0,
+        "created": _changed(handle.config.path),
         "owned_by": "exl",
         "root": handle.config.id,
         "parent": None,
@@ -55,6 +56,14 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
         parent = handle.config.id
         found += [card | {"id": f"{parent}:{name}", "parent": parent} for name in known.adapters]
     return found
+
+
+def _changed(folder: str) -> int:
+    """Return when a model's folder was changed, in seconds since 1970; 0 where there is none."""
+    try:
+        return int(Path(folder).stat().st_mtime)
+    except OSError:
+        return 0
 
 
 async def list_models(call: Call) -> None:
@@ -103,6 +112,9 @@ async def tokenize(call: Call) -> None:
     options = _options(call, body, {"prompt", "content", "text", "with_pieces", "return_token_strs", *flags})
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text = handle.text
+    named = [name for name in ("prompt", "content", "text", "messages") if body.get(name) is not None]
+    if len(named) > 1:
+        raise ServeError.invalid(f"{' and '.join(named)} are given: give one of them", named[1])
     given = body.get("prompt", body.get("content", body.get("text")))
     if body.get("messages") is not None or isinstance(given, list):
         _, ids = await _rendered(call, handle, body, body.get("messages") or given, options)
@@ -124,7 +136,9 @@ async def tokenize(call: Call) -> None:
 
 def _options(call: Call, body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     """Return the options of the chat template. Fields outside of them and `own` are unknown. Raises ServeError 400."""
-    return variables_of(call, read_request(call, body, TEMPLATE, frozenset(own | {"model", "messages", "tools"})))
+    return variables_of(
+        call, read_request(call, body, TEMPLATE, frozenset(own | {"model", "messages", "tools", "tool_choice"}))
+    )
 
 
 async def _rendered(
@@ -132,10 +146,11 @@ async def _rendered(
 ) -> tuple[str, list[int]]:
     """Return the prompt of a conversation, and its ids. Raises ServeError 400."""
     limits = call.state.config.server.limits
-    plain, _ = tools_of(body.get("tools"), limits)
+    plain, specs = tools_of(body.get("tools"), limits)
+    choice, _ = tool_choice_of(body.get("tool_choice"), specs)
     checked = messages_of(messages, limits)
     async with call.state.renders.turn(call.caller.name):
-        prompt, ids = await handle.text.render(checked, plain or None, options)
+        prompt, ids = await handle.text.render(checked, plain if plain and choice != "none" else None, options)
     front = handle.text.encode("", bos=True) if _adds_bos(body, False) else []
     return handle.text.decode(front, special=True) + prompt, [*front, *ids]
 

@@ -64,7 +64,11 @@ def _members(body: Mapping[str, Any]) -> Iterator[str]:
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         yield from _others(choice.get("function"), "tool_choice.function", frozenset({"name"}))
-        yield from _others(choice.get("allowed_tools"), "tool_choice.allowed_tools", frozenset({"mode", "tools"}))
+        allowed = choice.get("allowed_tools")
+        yield from _others(allowed, "tool_choice.allowed_tools", frozenset({"mode", "tools"}))
+        for at, tool in enumerate(_listed(allowed.get("tools") if isinstance(allowed, dict) else choice.get("tools"))):
+            path = f"tool_choice.allowed_tools.tools[{at}]"
+            yield from _others(tool, path, frozenset({"type", "function", "name"}))
     for at, tool in enumerate(_listed(body.get("tools"))):
         known = frozenset({"type", "function"} if isinstance(tool.get("function"), dict) else {"type", *_SCHEMA})
         yield from _others(tool, f"tools[{at}]", known - {"schema"} | {"parameters"})
