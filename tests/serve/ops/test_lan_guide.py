@@ -16,7 +16,7 @@ from served import SECONDS, Served
 
 from exl_generate import bundled
 from exl_serve.api.keys import read_keys
-from exl_serve.config.load import parse
+from exl_serve.config.load import ConfigError, parse
 from exl_serve.config.model import ServeConfig
 
 PAGE = (ROOT / "docs/guides/lan-server.md").read_text(encoding="utf-8")
@@ -67,11 +67,19 @@ def test_files_are_where_the_service_and_nginx_read_them(machine: Machine) -> No
 
 def test_the_shown_entry_is_what_the_commands_write(machine: Machine) -> None:
     shown, written = tomllib.loads(blocks("toml")[0]), tomllib.loads((machine.folder / "keys.toml").read_text())
-    for entry in (*shown["key"], *written["key"]):
-        assert len(entry.pop("sha256")) == 64
-    assert shown == written
     (key,) = read_keys(machine.folder / "keys.toml")
     assert key.limits.requests_per_minute == 60
+    for entry in (*shown["key"], *written["key"]):
+        del entry["sha256"]
+    assert shown == written
+
+
+def test_the_server_rejects_the_placeholder_of_the_shown_entry(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(blocks("toml")[0])
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        read_keys(file)
 
 
 def test_every_setting_of_the_table_has_the_named_default() -> None:
