@@ -1,4 +1,4 @@
-"""Output that is JSON of a given schema, whatever the model would like to say. Needs exl-filters[grammar].
+"""Output that is JSON of a given schema, whatever the model would like to say. Needs "./packages/exl-filters[grammar]".
 
 python examples/json_by_schema.py [MODEL_FOLDER]
 """

@@ -1,6 +1,6 @@
 """Which texts the filter may give, told by the calendar of the standard library and not by the filter's own code.
 
-For the law kit: only `exl-filters check` and the tests import this module, which needs `exl-filters[testing]`.
+For the law kit: only `exl-filters check` and the tests import this module, which needs exl-filters' extra `testing`.
 """
 
 from __future__ import annotations
