@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ SUFFIXES = {".py", ".pyi", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml"
 EXCLUDED = re.compile(
     r"^(tests/docs/test_check_words\.py$|tests/(golden/data|[^/]+/(data|corpus))/|bundled-model/corpus/|benchmarks/results/|LICENSE$)"
 )
+STRING_END, STRING_BEGIN = re.compile(r"[^\"'][\"']$"), re.compile(r"\s*[fr]{0,2}[\"'](?![\"'])")
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -37,12 +39,27 @@ def rules(text: str) -> list[Rule]:
 
 def findings(text: str, listed: list[Rule]) -> Iterator[tuple[int, str, str]]:
     """(line, words found, what to write instead), for every place in a text."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        # Identifiers read as the words that they are made of.
-        words = CAMEL.sub(" ", line.replace("_", " "))
+    lines = text.splitlines()
+    for number, (line, following) in enumerate(zip_longest(lines, lines[1:], fillvalue=""), start=1):
+        first = _words(line)
+        joined = _joined(line, following)
         for rule in listed:
-            for match in rule.pattern.finditer(words):
+            for match in rule.pattern.finditer(first):
                 yield number, match.group().strip(), rule.instead
+            for match in rule.pattern.finditer(joined):
+                if match.start() < len(first) - 1 < match.end():
+                    yield number, match.group().strip(), rule.instead
+
+
+def _words(text: str) -> str:
+    """Split identifiers into the words that they are made of."""
+    return CAMEL.sub(" ", text.replace("_", " "))
+
+
+def _joined(line: str, following: str) -> str:
+    """Join two lines where one string goes over both; empty elsewhere."""
+    begin = STRING_BEGIN.match(following)
+    return _words(line)[:-1] + _words(following[begin.end() :]) if begin and STRING_END.search(line) else ""
 
 
 def tracked() -> list[str]:

@@ -43,8 +43,8 @@ class SentencePieceBackend:
             import sentencepiece
         except ImportError as e:
             raise TokenizerError(
-                f"{file}: this folder has only a SentencePiece model, which needs the sentencepiece package: install "
-                "exl-core[sentencepiece], or use a folder with tokenizer.json"
+                f"{file}: this folder has only a SentencePiece model, which needs the sentencepiece package: "
+                'pip install "./packages/exl-core[sentencepiece]" installs it; or use a folder with tokenizer.json'
             ) from e
         self.file = file
         proto = _read(file)
