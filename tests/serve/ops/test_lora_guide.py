@@ -59,7 +59,9 @@ def test_a_request_names_its_adapter(served: Callable[..., Served], folder: Path
 
 def test_adapters_are_loaded_and_unloaded_while_the_server_runs(served: Callable[..., Served], folder: Path) -> None:
     load, unload = blocks("bash")[1].splitlines()
-    model = f'[[model]]\nid = "mine"\npath = "{bundled.default_model_dir()}"\nadapter_roots = ["{folder}"]\n'
+    (roots,) = re.findall(r"`(adapter_roots = .*?)`", PAGE)
+    roots = roots.replace("/srv/adapters", str(folder))
+    model = f'[[model]]\nid = "mine"\npath = "{bundled.default_model_dir()}"\n{roots}\n'
     (folder / "serve.toml").write_text(model)
     server = served("--config", str(folder / "serve.toml")).up()
     listed = f"curl -s {server.url}/v1/lora/list"
