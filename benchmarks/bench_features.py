@@ -388,7 +388,7 @@ def line_of(
     if feature.drafter == "model":
         read += feature.drafts * bytes_of_step(bench.draft, bench.caches["draft", "fp16"], context, sequences)
     last = runs[-1]
-    must = None if feature.must is None else {1: feature.must[0], 32: feature.must[1]}.get(batch)
+    target = None if feature.target is None else {1: feature.target[0], 32: feature.target[1]}.get(batch)
     return {
         "feature": feature.name,
         "about": feature.about,
@@ -405,8 +405,8 @@ def line_of(
         "share_of_greedy": share,
         "ratio_vs_reference": ratio,
         "reference_name": " + ".join(f"{n} x {name}" if n > 1 else name for name, n in references.items()) or None,
-        "must": must,
-        "must_met": None if must is None or ratio is None else ratio >= must,
+        "target": target,
+        "target_met": None if target is None or ratio is None else ratio >= target,
         "bytes_per_step": read,
         "gbps": read / us / 1e3,
         "pct_of_read_roof": None if roof is None else 100.0 * read / (us * 1e-6) / roof,
@@ -422,15 +422,17 @@ def line_of(
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [f"{'feature':16} {'batch':>5} {'us':>9} {'tok/s':>9} {'of greedy':>9} {'ratio':>7} {'must':>6}  reference"]
+    rows = [
+        f"{'feature':16} {'batch':>5} {'us':>9} {'tok/s':>9} {'of greedy':>9} {'ratio':>7} {'target':>6}  reference"
+    ]
     for line in lines:
         ratio = "" if line["ratio_vs_reference"] is None else f"{line['ratio_vs_reference']:.3f}"
-        must = "" if line["must"] is None else f"{line['must']:.2f}{'' if line['must_met'] else ' !'}"
+        target = "" if line["target"] is None else f"{line['target']:.2f}{'' if line['target_met'] else ' !'}"
         eager = f"  ({line['captured_steps']} of {line['steps']} captured)" if line["eager_reason"] else ""
         left = f"  ({line['rows_left_to_cpu']} rows sampled on the CPU)" if line["rows_left_to_cpu"] else ""
         rows.append(
             f"{line['feature']:16} {line['batch']:5} {line['us']:9,.0f} {line['tok_s']:9,.0f} "
-            f"{line['share_of_greedy']:9.3f} {ratio:>7} {must:>6}  {line['reference_name'] or ''}{eager}{left}"
+            f"{line['share_of_greedy']:9.3f} {ratio:>7} {target:>6}  {line['reference_name'] or ''}{eager}{left}"
         )
     return "\n".join(rows)
 

@@ -122,7 +122,7 @@ class Feature:
         name: its name, for `--feature`.
         job: arguments of its jobs.
         about: what it is, for the table.
-        must: least ratio to `references` at batch 1 and at batch 32; None where the speed shall merely stay.
+        target: least ratio to `references` at batch 1 and at batch 32; None where the speed shall merely stay.
         references: other features and how often their step's time counts; the ratio compares with the sum.
         least_batch: smallest batch in which the feature differs from another one.
         cache: kind of the cache.
@@ -137,7 +137,7 @@ class Feature:
     name: str
     job: JobArguments
     about: str
-    must: tuple[float, float] | None = None
+    target: tuple[float, float] | None = None
     references: dict[str, int] = field(default_factory=lambda: {"greedy": 1})
     least_batch: int = 1
     cache: str = "fp16"

@@ -5,7 +5,7 @@
 # Then on the GPU machine, with .device/ carried along:  scripts/gpu/run_tests.sh [pytest arguments]
 #
 # With pytest-xdist there: `-n 10 --dist worksteal tests/kernels` takes half a minute. (Dealt out in advance, the slow cases of one
-# function are one process's, and the others wait for it.) All tests on a GPU, with the tools: prove_all.sh.
+# function are one process's, and the others wait for it.) All tests on a GPU, with the tools: test_all.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh

@@ -3,7 +3,7 @@
 # may have its own native module and patch.
 #
 # usage, here:  scripts/gpu/side_by_side.sh pack FOLDER TASK...
-#        there: scripts/gpu/side_by_side.sh run OUT SECONDS TASK:GPUS...     such as prove:0,1 sm80:2
+#        there: scripts/gpu/side_by_side.sh run OUT SECONDS TASK:GPUS...     such as tests:0,1 sm80:2
 #
 # Each task runs on the cores of its GPUs: the machine's are shared out evenly among its GPUs, so that tasks do not disturb one another.
 #

@@ -18,12 +18,12 @@ def step(line: dict[str, Any]) -> str:
     if "generator_tok_s" in line:
         host = line.get("generator_host_us", float("nan"))
         text += f"; generator {line['generator_tok_s']:.0f} tok/s, {host:.0f} us a round beyond the graph"
-    if "must_tok_s" in line:
-        met = "met" if line["must_met"] else "MISSED"
+    if "target_tok_s" in line:
+        met = "met" if line["target_met"] else "MISSED"
         peer = line["reference_name"].split(",")[0]
-        text += f"; must {line['must_tok_s']:g} {met}, {line['ratio_vs_reference']:.2f} x {peer}"
-    elif "must_share" in line:
-        text += f"; must {line['must_share']:g} of the roof {'met' if line['must_met'] else 'MISSED'}"
+        text += f"; target {line['target_tok_s']:g} {met}, {line['ratio_vs_reference']:.2f} x {peer}"
+    elif "target_share" in line:
+        text += f"; target {line['target_share']:g} of the roof {'met' if line['target_met'] else 'MISSED'}"
     return f"{text}; host {line['host_us']:.0f} us; {line['memory_over_mb']:.0f} MB over weights and cache"
 
 
@@ -53,7 +53,7 @@ def other(line: dict[str, Any]) -> str:
         "first_token_ms_p50",
         "between_ms_p50",
         "between_ms_p99",
-        "must_met",
+        "target_met",
         "pct_product_rate",
     )
     return ", ".join(f"{key} {line[key]}" for key in (*names, *more) if key in line)

@@ -41,6 +41,8 @@ def found(text: str) -> list[str]:
         ("Install `exl-serve[vision]`.", "install `exl-serve["),
         ("With `exl-serve[otel]`, spans are sent", "with `exl-serve["),
         ('    "needs sentencepiece: install "\n    "exl-core[sentencepiece]"', "install exl-core["),
+        ('line["must_met"]', "must met"),
+        ("benchmarks/results/proofs.jsonl", "proofs"),
         ("two jobs in a row", "in a row"),
         ("The results agree to the bit.", "to the bit"),
         ("it was slower at f273aeb", "at f273aeb"),

@@ -1,4 +1,4 @@
-"""`scripts/gpu/kernels_covered.py` and `prove_all.sh`: what a run launched and what not, and cases for the tools."""
+"""`scripts/gpu/kernels_covered.py` and `test_all.sh`: what a run launched and what not, and cases for the tools."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ exec "$@"
 PARTS = ("tests", "memcheck", "racecheck")
 
 
-def prove(folder: Path, parts: str, seconds: int = 240) -> subprocess.CompletedProcess[str]:
-    """prove_all.sh on one GPU that is not there, with what `folder` has in bin and recorded."""
+def run_all(folder: Path, parts: str, seconds: int = 240) -> subprocess.CompletedProcess[str]:
+    """test_all.sh on one GPU that is not there, with what `folder` has in bin and recorded."""
     settings = {
         "CUDA_VISIBLE_DEVICES": "0",
-        "PROVE_PARTS": parts,
+        "TEST_PARTS": parts,
         "EXL_COMMIT": "here",
         "EXL_NATIVE": os.devnull,
         "EXL_CUDA_IMAGES": str(folder),
@@ -131,7 +131,7 @@ def prove(folder: Path, parts: str, seconds: int = 240) -> subprocess.CompletedP
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
     return subprocess.run(
-        ["bash", SCRIPT.with_name("prove_all.sh"), folder / "out", str(seconds)],
+        ["bash", SCRIPT.with_name("test_all.sh"), folder / "out", str(seconds)],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
@@ -154,7 +154,7 @@ def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | N
         # The last line is incomplete, as a killed process leaves it.
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "t.p')
 
-    done = prove(tmp_path, "kernels memcheck racecheck")
+    done = run_all(tmp_path, "kernels memcheck racecheck")
     table = done.stdout[done.stdout.index("\npart ") :]
     rows = {row.split()[0]: row for row in table.splitlines()[2:]}
     assert set(rows) == {"kernels", "launched", "memcheck", "racecheck"}
@@ -166,7 +166,7 @@ def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | N
 
 
 def test_a_run_without_parts_fails(tmp_path: Path) -> None:
-    assert prove(tmp_path, "kernel", 10).returncode == 1
+    assert run_all(tmp_path, "kernel", 10).returncode == 1
     assert (tmp_path / "out" / "parts" / "kernel").read_text().endswith("did not run\n")
 
 

@@ -3,18 +3,18 @@
 # table of what passed comes last. Racecheck takes the longest: it has all GPUs but the first, and what the others leave of
 # the first, which all else runs on. With one GPU all of it runs there.
 #
-# usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 330: what has not ended by then is cut off, and the table says so]
+# usage: scripts/gpu/test_all.sh FOLDER [seconds, default 330: what has not ended by then is cut off, and the table says so]
 #
 # FOLDER receives each part's output. A kernel of the module that no test launched, or none under a tool, is a failure with its name
 # (`kernels_covered.py`; of the tests in the row `launched`, which the part `kernels` brings with it). None is excepted. Parts can
-# be left out: PROVE_PARTS, default "two kernels rest errors memcheck racecheck". EXL_CUDA_IMAGES: as in sanitize.sh; PACKED, a file
+# be left out: TEST_PARTS, default "two kernels rest errors memcheck racecheck". EXL_CUDA_IMAGES: as in sanitize.sh; PACKED, a file
 # that holds the folder as a .tgz after each part: environment.sh.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
 out=${1:?folder for the results}
 limit=${2:-330}
-parts=" ${PROVE_PARTS:-two kernels rest errors memcheck racecheck} "
+parts=" ${TEST_PARTS:-two kernels rest errors memcheck racecheck} "
 rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/{parts,kernels/tests}
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=1 EXL_CPU_THREADS=1
