@@ -53,6 +53,19 @@ def test_ci_runs_what_make_ci_runs() -> None:
     assert "uv run --no-sync pytest" in commands(path)
 
 
+def test_the_classifiers_name_the_pythons_that_are_tested() -> None:
+    nightly, ci = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8"))["jobs"]
+        for name in ("nightly", "ci")
+    )
+    tested = nightly["full"]["strategy"]["matrix"]["python"]
+    assert ci["tests"]["strategy"]["matrix"]["python"] == [tested[0], tested[-1]]
+    for file in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        assert re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"])) == tested, file
+        assert project["requires-python"] == f">={tested[0]}", file
+
+
 def test_the_rust_version_is_the_manifests() -> None:
     """The page for users repeats it, because they need it before they have a checkout."""
     manifest = tomllib.loads((ROOT / "rust" / "Cargo.toml").read_text(encoding="utf-8"))
