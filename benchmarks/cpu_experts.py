@@ -57,7 +57,7 @@ def matrices(hidden: int, inner: int, bits: float, generator: torch.Generator, c
 
 
 def one_by_one(experts: Sequence[Expert], h: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """As `MoE` runs experts that cannot share calls."""
+    """Run one expert after another, as `MoE` does with experts that cannot share calls."""
     chosen, hidden = ids.shape[1], h.shape[1]
     out = torch.empty(*ids.shape, hidden)
     flat, order = ids.reshape(-1).sort(stable=True)

@@ -252,7 +252,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def layers_for(shape: Shape, bits: float, gigabytes: float) -> int:
-    """As many layers as bring the weights to about `gigabytes` (10^9 bytes)."""
+    """Return the number of layers that bring the weights to about `gigabytes` (10^9 bytes)."""
     fixed = shape.vocab * shape.hidden * (2 + 6 / 8)
     layer = sum(i * o for i, o in shape.linears().values()) * (bits + 0.04) / 8
     return max(1, round((gigabytes * 1e9 - fixed) / layer))

@@ -120,7 +120,7 @@ class Selection:
     """The kernel of a matmul, a layer's experts, attention or a norm, or the kernels of sampling or adapters."""
 
     kernel: str
-    """Of a matmul gemv_ring, gemv_ring_adapted (which adds adapters), gemm_few, gemm_direct, gemm_batch, gemm_tile or
+    """For a matmul gemv_ring, gemv_ring_adapted (which adds adapters), gemm_few, gemm_direct, gemm_batch, gemm_tile or
     gemm_large (dequantize, then cuBLAS). The name of the launched function for attention, such as
     attention_fp16_128_decode1. The names of all launched functions in their order for sampling, such as
     "sample_shape + sample_choose", and for experts that share launches; "CPU" for rows that no GPU samples."""

@@ -41,13 +41,13 @@ class Chunk(NamedTuple):
     q_len: int
     """Tokens of a row."""
     adapters: tuple[Adapter, ...] = ()
-    """Of every row."""
+    """The adapters of every row."""
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()
-    """Those that ids may refer to."""
+    """Embeddings that ids may refer to."""
     ids: Tensor | None = None
     """int64 [batch, q_len] on the CPU, needed where there are embeddings."""
     abort_event: Event | None = None
-    """It ends the pass early."""
+    """Setting this event ends the pass early."""
 
 
 def build_step(
@@ -146,7 +146,7 @@ class _Layout(NamedTuple):
     """int32 [B, pages]"""
     page_size: int
     pages: Callable[[int], KVPages]
-    """Of a layer; scratch memory where there is no cache."""
+    """Returns the pages of a layer, or scratch memory where there is no cache."""
 
 
 def _contiguous_layout(

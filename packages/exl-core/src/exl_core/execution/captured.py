@@ -66,10 +66,10 @@ class StepCall(NamedTuple):
     q_len: int
     """Tokens a row."""
     cache: Cache
-    """Of the pages."""
+    """The cache that has the pages."""
     params: PagedParams
     adapters: Sequence[tuple[Adapter, ...]] = ()
-    """Of each row; () where no row has any."""
+    """The adapters of each row; () where no row has any."""
     output_tokens: OutputTokens = "all"
     """All: a decode step. Otherwise the step stores a prompt."""
     whole: bool = False

@@ -87,7 +87,7 @@ class CheckedPass:
     """Numbers of modules whose input is a result."""
     abort_event: Event | None = None
     adapters: tuple[Adapter, ...] = ()
-    """Of all rows, or `RowAdapters`."""
+    """The adapters of all rows, or `RowAdapters`."""
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()
 
     def end(self) -> int:

@@ -81,7 +81,7 @@ matmul, normed or not; None if the half itself norms the hidden state."""
 
 
 NextPrologue = Prologue[FusedLinear]
-"""Of loaded matrices."""
+"""The prologue of the next half, of loaded matrices."""
 NO_PROLOGUE: NextPrologue = NextPrologue()
 
 

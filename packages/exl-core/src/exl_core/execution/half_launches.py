@@ -53,7 +53,7 @@ class LastLaunch(Enum):
     MATMUL = auto()
     """The last matmul."""
     PACKING_POST_NORM = auto()
-    """As POST_NORM, and it packs the input of the next half."""
+    """The launch of POST_NORM, which also packs the input of the next half."""
     POST_NORM = auto()
     """A launch that applies the post norm, if there is one, before the sum, and the next half's norm behind it."""
     SUM_AND_NORM = auto()

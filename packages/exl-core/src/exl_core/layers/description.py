@@ -110,6 +110,6 @@ class ExpertsDescription(HalfDescription):
 
     @property
     def holds(self) -> bool:
-        """As of any half; the shared expert's description must hold, too."""
+        """Whether the module, and the shared expert's, are what was described."""
         own = type(self.module) is self.of and not is_changed(self.module)
         return own and (self.shared is None or self.shared.holds)

@@ -219,7 +219,7 @@ class MoE(FeedForward):
         return on_gpu and self.own_pass is not BY_OPERATOR
 
     def refusal_of_rows(self, rows: int) -> str | None:
-        """As `Module.refusal_of_rows`: the experts must share launches."""
+        """Override `Module.refusal_of_rows`: the experts must share launches."""
         if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen, True):
             return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
         return None

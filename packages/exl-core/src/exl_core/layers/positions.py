@@ -32,7 +32,7 @@ class PositionEmbedding(WeightModule):
         self.weight: Tensor | None = None
 
     def refusal_of_rows(self, rows: int) -> str | None:
-        """As `Module.refusal_of_rows`; a row's sum depends on nothing else."""
+        """Override `Module.refusal_of_rows`: a row's sum does not depend on other rows."""
         return None
 
     def load(self, source: TensorSource, device: torch.device) -> None:

@@ -207,7 +207,7 @@ class ScriptedModel(ModelBase):
         return_last_state: bool = False,
         row_loras: Sequence[Sequence[ScriptedLora]] | None = None,
     ) -> ForwardResult:
-        """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
+        """Do what `ExLlamaV2.forward_chunk` does in paged mode, and check provenance: logits are float32 [B, q, Vp]."""
         ids = self._values(input_ids.numpy(), indexed_embeddings or ())
         if not indexed_embeddings and (ids >= self.config.vocab_size).any():
             raise AssertionError(f"id {ids.max()} is beyond the vocabulary of {self.config.vocab_size}")

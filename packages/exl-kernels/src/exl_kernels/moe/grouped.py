@@ -20,7 +20,7 @@ class ExpertGroup(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    """Of activations: float32 on the CPU, float16 on a GPU."""
+    """Type of the activations: float32 on the CPU, float16 on a GPU."""
     joins_shared: bool
     """Whether calls compute the layer's shared expert, unless they are given its result."""
 

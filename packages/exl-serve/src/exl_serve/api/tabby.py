@@ -47,7 +47,7 @@ _ANY_LOAD: dict[str, tuple[Any, ...]] = {
 }
 """TabbyAPI's options of loading that the configuration sets here, with the values that change nothing, besides null."""
 _OF_MODEL = ("max_seq_len", "cache_size", "cache_mode", "max_batch_size", "vision")
-"""Those that may repeat what is configured."""
+"""Options that may repeat what is configured."""
 
 
 def _entry(handle: ModelHandle) -> dict[str, Any]:

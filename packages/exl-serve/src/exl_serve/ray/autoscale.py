@@ -14,7 +14,7 @@ PREFILL_RATE = 2000.0
 CALM_SHARE = 0.5
 """A replica is removed when the load of all has been below this share for `RayConfig.calm_seconds`."""
 CALM_SECONDS = 600.0
-"""As that, while no replica has reported it."""
+"""The value of `RayConfig.calm_seconds` that counts while no replica has reported its own."""
 BUSY_PERIODS = 2
 """Calls in which more replicas are wanted before they are added."""
 
