@@ -15,6 +15,8 @@ case $variant in
   *) echo "no variant $variant: gpu or cpu"; exit 2 ;;
 esac
 out=$PWD/dist/$variant
+# Wheels of another version would be installed with these: `pip install dist/gpu/*.whl`.
+rm -rf "$out"
 mkdir -p "$out"
 run() { uv run --isolated --locked "${groups[@]}" "$@"; }
 

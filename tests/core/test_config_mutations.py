@@ -98,6 +98,7 @@ def test_files_that_were_misread_once(case: str, what: str) -> None:
 def test_an_unsupported_value_is_rejected_with_its_key(case: str, what: str, key: str) -> None:
     verdict, why = Judge(case)(changed(case, what))
     assert verdict == "refused"
+    assert why.startswith(("Config", "Unsupported"))
     assert key in why
 
 
