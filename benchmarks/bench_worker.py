@@ -71,6 +71,9 @@ class Engine(LocalEngine):
     def _send(self, message: Any) -> None:
         pass
 
+    def check_room(self, most: int | None) -> None:
+        """Take every request: this engine reports no queue."""
+
     def _begin(self) -> None:
         tags = list(self._running)
         usage = Usage(prompt_tokens=4, completion_tokens=self._tokens)
