@@ -2,8 +2,9 @@
 
     python benchmarks/bench_convert.py [--shape tinyllama] [--layers N] [--option="--bits 4.5" ...]
 
-Prints a JSON line for each conversion, which runs in a process of its own. The folder is read once before its time
-counts: the figures are those of the computation, not of a cold disk.
+Prints a JSON line for each conversion, which runs in a separate process. The folder is read once before its time
+counts, so that a cold disk does not count. `load` is the average number of runnable processes during the last minute,
+the conversion included. Compare `processor_seconds` where other programs run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -31,24 +33,46 @@ from exl_kernels.safetensors_file import write_safetensors
 
 
 def make_float_model(folder: Path, shape: Shape, seed: int = 0) -> int:
-    """Write a float16 folder of `shape` with normal weights; return the number of weights."""
+    """Write a float16 folder of `shape` with normal weights, equal in all layers; return the number of weights.
+
+    Each layer has a file, so memory holds one layer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.Generator(np.random.SFC64(seed))
-    tensors = {
-        "model.embed_tokens.weight": random_halves(shape.vocab, shape.hidden, 1.0, generator),
-        "lm_head.weight": random_halves(shape.vocab, shape.hidden, WEIGHT_STD, generator),
-        "model.norm.weight": torch.ones(shape.hidden, dtype=torch.float16),
+    ones = torch.ones(shape.hidden, dtype=torch.float16)
+    layer = {
+        f"{part}.weight": random_halves(out_features, in_features, WEIGHT_STD, generator)
+        for part, (in_features, out_features) in shape.linears().items()
     }
-    for layer in range(shape.layers):
-        key = f"model.layers.{layer}"
-        for part, (in_features, out_features) in shape.linears().items():
-            tensors[f"{key}.{part}.weight"] = random_halves(out_features, in_features, WEIGHT_STD, generator)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{key}.{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
-    write_safetensors(folder / "model.safetensors", tensors)
+    layer |= {"input_layernorm.weight": ones, "post_attention_layernorm.weight": ones}
+    for number in range(shape.layers):
+        named = {f"model.layers.{number}.{part}": tensor for part, tensor in layer.items()}
+        write_safetensors(folder / f"layer-{number:02}.safetensors", named)
+    weights = shape.layers * sum(tensor.numel() for tensor in layer.values())
+    for name, std in (("model.embed_tokens", 1.0), ("lm_head", WEIGHT_STD)):
+        tensors = {f"{name}.weight": random_halves(shape.vocab, shape.hidden, std, generator)}
+        write_safetensors(folder / f"{name}.safetensors", tensors)
+        weights += shape.vocab * shape.hidden
+    write_safetensors(folder / "norm.safetensors", {"model.norm.weight": ones})
     (folder / "config.json").write_text(json.dumps(llama_config(shape, 4096, rope_theta=10000.0)), encoding="utf-8")
     write_tokenizer(folder, shape.vocab)
-    return sum(tensor.numel() for tensor in tensors.values())
+    return weights + shape.hidden
+
+
+def processor() -> str:
+    """The processor's model as Linux names it, or the machine's architecture."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    return platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the checkout, or None outside of one."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        done = ["git", "rev-parse", "--short=8", "HEAD"]
+        return subprocess.check_output(done, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
+    return None
 
 
 def quantized_weights(shape: Shape) -> int:
@@ -67,7 +91,8 @@ def own_bytes(process: int) -> int:
 
 def measure(source: Path, target: Path, options: list[str]) -> dict[str, Any]:
     """Convert `source` once in a process of its own; its memory is looked at 50 times a second."""
-    (source / "model.safetensors").read_bytes()
+    for file in source.glob("*.safetensors"):
+        file.read_bytes()
     begin = time.perf_counter()
     command = [sys.executable, "-m", "exl_generate", "convert", str(source), str(target), *options, "--json"]
     with tempfile.TemporaryFile("w+") as output:
@@ -85,6 +110,7 @@ def measure(source: Path, target: Path, options: list[str]) -> dict[str, Any]:
         report = json.load(output)
     return {
         "options": shlex.join(options),
+        "load": round(os.getloadavg()[0], 1),
         "seconds": round(seconds, 1),
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "peak_gib": round(peak / 2**30, 2),
@@ -112,6 +138,8 @@ def main() -> None:
             line = {
                 "bench": "convert",
                 "date": str(date.today()),
+                "machine": processor(),
+                "commit": commit(),
                 "shape": args.shape,
                 "layers": shape.layers,
                 "weights": weights,
