@@ -16,7 +16,7 @@ import zmq
 from exl_serve.engine import wire
 from exl_serve.engine.admission import SPARE_JOBS, queue_full, queue_limit
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
-from exl_serve.engine.events import Failed, Finished
+from exl_serve.engine.events import EngineEvent, Failed, Finished
 from exl_serve.engine.status import HalfWrittenError, StatusReader
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
@@ -25,6 +25,7 @@ __all__ = ["SILENT", "LocalEngine"]
 
 log = logging.getLogger(__name__)
 
+BROKEN = "the server failed on this request; see its log for more"
 CONNECT_SECONDS = 30.0
 GONE = "the engine process has ended; it is being restarted: try again"
 SILENT = "the engine heard nothing of this worker for too long: try again"
@@ -38,22 +39,22 @@ class ForgottenError(ServeError):
 class _Running:
     """A request that the engine has accepted."""
 
-    __slots__ = ("_engine", "_tag", "open", "sink")
+    __slots__ = ("_engine", "open", "sink", "tag")
 
     def __init__(self, engine: LocalEngine, tag: int, sink: Sink, choices: tuple[int, ...]) -> None:
-        self._engine, self._tag = engine, tag
+        self._engine, self.tag = engine, tag
         self.sink = sink
         #: completions that have not ended
         self.open = set(choices)
 
     def cancel(self) -> None:
-        self._engine.forget(self._tag, wire.Cancel(self._tag))
+        self._engine.forget(self.tag, wire.Cancel(self.tag))
 
     def pause(self) -> None:
-        self._engine.send_if_running(self._tag, wire.Pause(self._tag))
+        self._engine.send_if_running(self.tag, wire.Pause(self.tag))
 
     def resume(self) -> None:
-        self._engine.send_if_running(self._tag, wire.Resume(self._tag))
+        self._engine.send_if_running(self.tag, wire.Resume(self.tag))
 
 
 class LocalEngine:
@@ -242,7 +243,13 @@ class LocalEngine:
         running, self._running = self._running, {}
         for one in running.values():
             for choice in sorted(one.open):
-                one.sink(Failed(choice, 503, "server_error", "engine_restarting", message))
+                _deliver(one, Failed(choice, 503, "server_error", "engine_restarting", message))
+
+    def _break_off(self, tag: int, one: _Running, choice: int) -> None:
+        """End a request whose sink could not take an event of this choice."""
+        self.forget(tag, wire.Cancel(tag))
+        for number in sorted(one.open | {choice}):
+            _deliver(one, Failed(number, 500, "server_error", "engine_error", BROKEN))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -283,7 +290,8 @@ class LocalEngine:
                     one.open.discard(event.choice)
                     if not one.open:
                         del running[tag]
-                one.sink(event)
+                if not _deliver(one, event):
+                    self._break_off(tag, one, event.choice)
             return
         if isinstance(message, wire.Welcome):
             if self._known_again is not None:
@@ -321,6 +329,18 @@ async def _ping(engine: weakref.ref[LocalEngine]) -> None:
             return
         one._send(wire.Ping())
         del one
+
+
+def _deliver(one: _Running, event: EngineEvent) -> bool:
+    """Hand an event to a request's sink; returns whether it took it. Its failure is that of its request alone: other
+    requests have events in the same message.
+    """
+    try:
+        one.sink(event)
+    except Exception:
+        log.exception("an event of request %d could not be passed on", one.tag)
+        return False
+    return True
 
 
 def _drain(engine: weakref.ref[LocalEngine]) -> None:
