@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
 from exl_serve.stream.events import AnswerEvent, ToolArgs, ToolBegin, ToolEnd
 
-__all__ = ["SPACE", "CallReader", "Value", "call_id"]
+__all__ = ["SPACE", "CallReader", "Value", "call_id", "is_json", "no_constant"]
 
 SPACE = " \t\r\n"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def call_id(request_id: str, choice: int, index: int, length: int | None = None) -> str:
@@ -125,6 +128,8 @@ class CallReader:
 
     def _colon(self, c: str) -> bool:
         if c == ":":
+            if self._key in self._arguments and (self._said_arguments or self._early is not None):
+                return False  # arguments twice
             self._scan = Value()
             self._step = self._in_value
             self._streaming = False
@@ -160,11 +165,13 @@ class CallReader:
                 self._pending, self._said_arguments = self._early, True
         elif self._streaming:
             # A call whose arguments are not JSON is not closed.
-            return _is_json(text)
+            return is_json(text)
         elif self._key in self._arguments:
             value = _loads(text)
             # Some models write the arguments' JSON as a string.
-            said = value if isinstance(value, str) else text
+            said = _escaped((value.strip() or "{}") if isinstance(value, str) else text)
+            if not is_json(said):
+                return False
             if self._name:
                 self._pending, self._said_arguments = said, True
             else:
@@ -255,13 +262,24 @@ class Value:
 def _loads(text: str) -> Any:
     try:
         return json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
-def _is_json(text: str) -> bool:
+def _escaped(text: str) -> str:
+    """Return a JSON text whose strings have line breaks as escapes: some models write them as they are."""
+    return _STRING.sub(lambda found: _CONTROL.sub(lambda c: json.dumps(c[0])[1:-1], found[0]), text)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is JSON that can be read, but for control characters in its strings. NaN is not JSON."""
     try:
-        json.loads(text, strict=False)
+        json.loads(text, strict=False, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def no_constant(word: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which Python's reader takes."""
+    raise ValueError(f"{word} is not JSON")

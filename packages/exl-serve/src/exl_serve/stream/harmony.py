@@ -15,7 +15,7 @@ from typing import Literal
 
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Started, TokenLogprob, Tokens
 from exl_serve.request.internal import Constraint
-from exl_serve.stream.calls import SPACE, Value, call_id
+from exl_serve.stream.calls import SPACE, Value, call_id, is_json
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import json_rule, marker_rule, text_until
@@ -249,9 +249,7 @@ class HarmonyMachine:
     def _end(self) -> list[AnswerEvent]:
         number = self._index
         self._index += 1
-        try:
-            json.loads(self._scan.text, strict=False)
-        except (ValueError, RecursionError):
+        if not is_json(self._scan.text):
             return []
         self._closed += 1
         return [ToolEnd(self._choice, number)]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from exl_serve.stream.calls import SPACE, Value
+from exl_serve.stream.calls import SPACE, Value, is_json, no_constant
 from exl_serve.stream.events import AnswerEvent, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.families.table import Format, Named, Tags
 from exl_serve.stream.family import ToolSpec
@@ -264,9 +264,7 @@ class NamedReader(_MarkedReader):
         return at
 
     def _closed_json(self) -> None:
-        try:
-            json.loads(self._scan.text, strict=False)
-        except (ValueError, RecursionError):
+        if not is_json(self._scan.text):
             self.broken = True
             return
         self._end()
@@ -378,7 +376,7 @@ class TaggedReader(_MarkedReader):
         text = "".join(self._value)
         if self._tags.lines:
             text = text.removeprefix("\n").removesuffix("\n")
-        self._pending.append(_dumps(_json_or_text(text, self._kind)))
+        self._pending.append(_json_or_text(text, self._kind))
 
     def finish(self) -> list[AnswerEvent]:
         """End the answer: a call without an end marker is closed."""
@@ -391,16 +389,15 @@ class TaggedReader(_MarkedReader):
         return self._taken()
 
 
-def _json_or_text(text: str, kind: str) -> Any:
+def _json_or_text(text: str, kind: str) -> str:
+    """Return the JSON of a value: the text as it is where it is JSON of this kind, so that no digit is lost; else a
+    string of it.
+    """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except ValueError:
-        return text
-    return value if kind == "json" or value is None else text
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+        value = json.loads(text, parse_constant=no_constant)
+    except (ValueError, RecursionError):
+        return _dumps(text)
+    return text.strip() if kind == "json" or value is None else _dumps(text)
 
 
 class PythonReader(_Reader):
@@ -493,15 +490,17 @@ class PythonReader(_Reader):
         text = "".join(self._part).strip()
         self._part.clear()
         try:
-            value = json.loads(text, parse_constant=_no_constant)
+            json.loads(text, parse_constant=no_constant)
         except (ValueError, RecursionError):
             try:
                 value = ast.literal_eval(text)
-                self._pending.append(json.dumps(value, ensure_ascii=False, allow_nan=False))
+                said = json.dumps(value, ensure_ascii=False, allow_nan=False)
+                said.encode()  # raises ValueError for a lone surrogate
+                self._pending.append(said)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 return False
             return True
-        self._pending.append(_dumps(value))
+        self._pending.append(text)
         return True
 
     def _in_call_end(self) -> bool:
