@@ -205,8 +205,8 @@ def test_text_cannot_forge_a_marker_that_is_a_token() -> None:
 
 def test_reasoning_that_the_prompt_has_opened() -> None:
     for family in families("hermes"):
-        assert family.starts_in_reasoning([], "<|im_start|>assistant\n<think>\n")
-        assert not family.starts_in_reasoning([], "<think>\n\n</think>\n\n")
+        assert family.starts_in_reasoning("<|im_start|>assistant\n<think>\n")
+        assert not family.starts_in_reasoning("<think>\n\n</think>\n\n")
         found = run(family, "so\n</think>\n\nyes", [2, 5], ChannelSettings(starts_in_reasoning=True))
         assert (found["reasoning"].strip(), found["content"]) == ("so", "yes")
 

@@ -20,6 +20,8 @@ from exl_serve.stream.family import ChannelSettings, ToolSpec
 
 __all__ = ["Conversation", "Prepared", "prepare"]
 
+BREAK = "\u2060"
+"""Breaks the spelling of a marker. Of no template's syntax, and no space that a template would strip."""
 MAX_CUTS = 5
 """Renderings of one request that search for the turns to leave out."""
 
@@ -132,11 +134,12 @@ async def _rendered(
         began = time.monotonic()
         async with call.state.renders.turn(call.caller.name):
             prompt, ids = await text.render(messages, tools, asked.variables)
+            own = await _own_markers(target, prompt, messages, tools, asked.variables)
         call.state.meter.observe("exl_template_seconds", time.monotonic() - began, model_name=call.model)
         read = replace(
             settings,
-            starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
-            reasoning_over=family.reasoning_over(prompt),
+            starts_in_reasoning=family.starts_in_reasoning(own),
+            reasoning_over=family.reasoning_over(own),
         )
         # A forced call begins in the prompt, and needs room there.
         forced = family.forced_prefix(read)
@@ -152,6 +155,45 @@ async def _rendered(
         best = await _shortened(asked, most, len(ids), render)
     call.headers["x-exl-truncated-tokens"] = str(best.truncated)
     return best
+
+
+async def _own_markers(
+    target: Target,
+    prompt: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> str:
+    """Return a rendered prompt in which only the template and a message that is continued have markers of reasoning.
+
+    A message that spells one would else switch off formats and forced calls. Raises ServeError 400.
+    """
+    family = target.handle.family
+    marks = family.form.think
+    if marks is None or not (family.starts_in_reasoning(prompt) or family.reasoning_over(prompt)):
+        return prompt
+    kept = len(messages) - (1 if variables.get("continue_final_message") else 0)
+    values = {name: value for name, value in variables.items() if name != "chat_template"}
+    given = [list(messages[:kept]), tools, values]
+    broken = _broken(given, marks)
+    if broken == given:
+        return prompt
+    before, offered, options = broken
+    template = {name: variables[name] for name in ("chat_template",) if name in variables}
+    return (await target.handle.text.render([*before, *messages[kept:]], offered, {**options, **template}))[0]
+
+
+def _broken(value: Any, marks: Sequence[str]) -> Any:
+    """Return a JSON value whose texts have a sign inside each marker, and behind an end that may begin one."""
+    if isinstance(value, str):
+        for mark in marks:
+            value = value.replace(mark, mark[0] + BREAK + mark[1:])
+            if any(value.endswith(mark[:size]) for size in range(1, len(mark))):
+                value += BREAK
+        return value
+    if isinstance(value, Mapping):
+        return {_broken(key, marks): _broken(one, marks) for key, one in value.items()}
+    return [_broken(one, marks) for one in value] if isinstance(value, list) else value
 
 
 async def _shortened(

@@ -57,7 +57,7 @@ class OutputFamily:
             return HarmonyMachine(choice, settings, request_id, self.special)
         return ChannelReader(self, choice, settings, request_id, show_special)
 
-    def starts_in_reasoning(self, prompt_ids: Sequence[int], prompt_text: str) -> bool:
+    def starts_in_reasoning(self, prompt_text: str) -> bool:
         """Whether the rendered prompt ends in an open region of reasoning."""
         if self.form.think is None:
             return False
