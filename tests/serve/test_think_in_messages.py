@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from exl_generate import bundled
-from exl_serve.config.model import ModelConfig
+from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
@@ -21,6 +21,7 @@ FUNCTION = {"name": "look", "description": "After <think> comes a thought", "par
 MESSAGES: dict[str, list[dict[str, Any]]] = {
     "user": [{"role": "user", "content": "What is <think>?"}],
     "the end of user": [{"role": "user", "content": "What is <think>"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": one} for one in ("What is <thi", "nk>?")]}],
     "system": [{"role": "system", "content": "Never write <think>."}, ASKED],
     "assistant": [ASKED, {"role": "assistant", "content": "<think>"}, ASKED],
     "call": [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ASKED],
@@ -31,10 +32,12 @@ MESSAGES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
+OPENS = "{% for one in messages %}{{ one.content }}\n{% endfor %}<think>\n"
+
 
 @pytest.fixture(scope="module")
 def http(fable: EngineThread) -> Iterator[httpx.Client]:
-    live = LiveServer({"fable": fable}, [FABLE])
+    live = LiveServer({"fable": fable}, [FABLE], ServeConfig(server=ServerConfig(allow_request_templates=True)))
     with httpx.Client(base_url=live.url, timeout=240) as client:
         yield client
     live.close()
@@ -80,3 +83,10 @@ def test_a_message_that_is_continued_opens_reasoning(http: httpx.Client) -> None
     message = answered(http, begun, continue_final_message=True)
     assert message["reasoning_content"]
     assert not message["content"]
+
+
+def test_a_template_opens_reasoning_whatever_messages_spell(http: httpx.Client) -> None:
+    for said in ("What is <think>?", "What is </think>?", "Why?"):
+        message = answered(http, [{"role": "user", "content": said}], chat_template=OPENS)
+        assert message["reasoning_content"], said
+        assert not message["content"], said
