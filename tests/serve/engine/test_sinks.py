@@ -11,6 +11,7 @@ from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens, Usage
 from exl_serve.engine.local import LocalEngine
 from exl_serve.request.internal import EngineRequest, Sampling
 
+HANG = 120.0
 USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 
 
@@ -42,7 +43,7 @@ def test_a_sink_that_raises_ends_its_request_alone() -> None:
             assert isinstance(asked, wire.Submit)
             tags.append(asked.tag)
             host.send_multipart([name, wire.encode(wire.Accepted(asked.tag))])
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, HANG)
             names.append(name)
 
         tags: list[int] = []
@@ -60,7 +61,7 @@ def test_a_sink_that_raises_ends_its_request_alone() -> None:
             (good, last),
         ]
         host.send_multipart([names[0], wire.encode(wire.StepEvents(events))])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG):
             while len(told["good"]) < 2:
                 await asyncio.sleep(0.01)
         assert told["good"] == [Tokens(0, (5,), "a"), last]
