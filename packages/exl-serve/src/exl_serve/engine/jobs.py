@@ -21,6 +21,7 @@ from exl_serve.engine.budget import ThinkingBudget
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.failures import serve_error
 from exl_serve.engine.leading import LeadingFilter
+from exl_serve.engine.reasoning import AwaitedFilter, OutsideFilter
 from exl_serve.engine.vision import with_images
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
@@ -109,7 +110,10 @@ def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
         made = _filter(constraint, model, tokenizer)
         if constraint.after is None:
             return made
-        marked = TriggeredFilter(made, constraint.after, constraint.then, tokenizer=tokenizer)
+        if constraint.reasoning is not None:
+            return OutsideFilter(made, constraint.after, constraint.then, tokenizer, *constraint.reasoning)
+        kind = AwaitedFilter if constraint.awaited else TriggeredFilter
+        marked = kind(made, constraint.after, constraint.then, tokenizer=tokenizer)
         return LeadingFilter(made, marked, constraint.leading, tokenizer) if constraint.leading else marked
     except FilterError as error:
         if not constraint.around:

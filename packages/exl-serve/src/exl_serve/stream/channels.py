@@ -118,8 +118,9 @@ class OutputFamily:
         forced = self.forces_call(settings)
         if forced and self._thinking(settings) == "over":
             return ()
-        # The grammar of a forced call takes the marker of a call inside of reasoning as text.
-        calls = None if form.call is None or forced else self.special.get(form.call[0], form.call[0])
+        # Inside of reasoning the marker of a call is text.
+        free = forced or settings.starts_in_reasoning
+        calls = None if form.call is None or free else self.special.get(form.call[0], form.call[0])
         options = {
             "limit": tokens,
             "opens": opens,
@@ -159,10 +160,18 @@ class OutputFamily:
             grammar = forced_grammar(form, tools, self.special, many=many, thinking=self._thinking(settings))
             return (Constraint(kind="lark", source=grammar, param="tools"),)
         grammar = call_grammar(form, tools, self.special, many=many)
-        then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
+        then: Literal["rearm", "stop"] = "rearm" if settings.parallel else "stop"
         begin = form.call[0]
         after = self.special.get(begin, begin)
-        return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools", leading=form.leading),)
+        found = Constraint(kind="lark", source=grammar, after=after, then=then, param="tools", leading=form.leading)
+        return (msgspec.structs.replace(found, reasoning=self._reasoning(settings)),)
+
+    def _reasoning(self, settings: ChannelSettings) -> tuple[int | None, int | str, bool] | None:
+        """Return the markers of reasoning, where the marker of a call is text, and whether the answer begins in it."""
+        if self.form.think is None or self._thinking(settings) == "over":
+            return None
+        begin, end = self.form.think
+        return self.special.get(begin), self.special.get(end, end), settings.starts_in_reasoning
 
     def _called(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
         """Return the tools that may be called. Raises ServeError 400."""
@@ -214,6 +223,8 @@ class ChannelReader:
         #: the marker of the region, where that is text: it stays text if no call follows
         self._opening = ""
         self._next_index = self._closed = 0
+        #: an answer holds one call; further ones are left out
+        self._single = not settings.parallel
         self._reasoning_tokens = 0
         self._at_start = True
         #: the content has begun and follows a format, so that it holds no call
@@ -247,9 +258,8 @@ class ChannelReader:
         return []
 
     def _finish(self, event: Finished) -> AnswerEvent:
-        closed = self._closed + (0 if self._calls is None else self._calls.closed)
         reason: Literal["stop", "length", "tool_calls"]
-        reason = "length" if event.reason == "length" else "tool_calls" if closed else "stop"
+        reason = "length" if event.reason == "length" else "tool_calls" if self._closed else "stop"
         stop = event.stop if event.reason == "stop_string" else None
         left = self._mode == "content"
         return Finish(
@@ -451,6 +461,9 @@ class ChannelReader:
     def _of_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         """Return a reader's events, with the tokens so far."""
         self._hide()
+        if self._single:
+            events = [one for one in events if isinstance(one, ToolBegin | ToolArgs | ToolEnd) and not one.index]
+        self._closed += sum(isinstance(one, ToolEnd) for one in events)
         if events and isinstance(events[0], ToolBegin | ToolArgs | ToolEnd):
             events[0].hidden = tuple(self._hidden)
             self._hidden.clear()
@@ -553,7 +566,6 @@ class ChannelReader:
     def _leave_region(self) -> None:
         if self._calls is not None:
             self._next_index = self._calls.index + (1 if self._calls.open else 0)
-            self._closed += self._calls.closed
         self._calls, self._mode, self._strip = None, "content", True
 
     def _call_id(self, index: int) -> str:

@@ -37,7 +37,7 @@ def harmony_grammar(
         rules = harmony_answer(tools, special, forced=True)
         return Constraint(kind="lark", source=f"start: answer\n{rules}", param="tools")
     source = "\n".join([f"start: {_any(tools)}", *_calls(tools, special)])
-    then: Literal["rearm", "release"] = "rearm" if parallel else "release"
+    then: Literal["rearm", "stop"] = "rearm" if parallel else "stop"
     return Constraint(kind="lark", source=source, after="to=functions.", then=then, param="tools")
 
 
@@ -81,6 +81,8 @@ class HarmonyMachine:
         self._choice, self._id = choice, request_id
         self._tools = {tool.name for tool in settings.tools} if settings.tool_choice != "none" else set()
         self._reasoning = settings.reasoning
+        #: an answer holds one call; further ones are left out
+        self._single = not settings.parallel
         self._shows_stop = settings.shows_stop
         self._special = special
         self._by_id = {special[one]: one for one in MARKERS if one in special}
@@ -183,6 +185,9 @@ class HarmonyMachine:
         header, self._header = self._header, ""
         self._hide()
         call = _RECIPIENT.search(header)
+        if call is not None and call.group(1) in self._tools and self._single and self._index:
+            self._mode = "over"
+            return []
         if call is not None and call.group(1) in self._tools:
             self._mode, self._scan = "call", Value()
             begun = ToolBegin(self._choice, self._index, call_id(self._id, self._choice, self._index), call.group(1))
