@@ -140,6 +140,17 @@ def test_a_forced_call_thinks_within_its_budget(url: str, budget: int) -> None:
     assert usage["completion_tokens_details"]["reasoning_tokens"] >= budget
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_format_follows_the_reasoning(url: str, choice: str, seed: int) -> None:
+    """An answer that ends in its reasoning has no content: one with a format does not, unless it is cut short."""
+    fields = {"model": "think", "tool_choice": choice, "guided_choice": ["yes", "no"], "max_tokens": 100, "seed": seed}
+    cut, ended = (asked(url, **fields, **more)["choices"][0] for more in ({}, {"reasoning_budget": 5}))
+    ways = {"tool_calls": (None,), "stop": ("yes", "no")}
+    assert cut["finish_reason"] == "length" or cut["message"]["content"] in ways[cut["finish_reason"]]
+    assert ended["message"]["content"] in ways[ended["finish_reason"]]
+
+
 def test_several_forced_calls(url: str) -> None:
     """A model that must not write the end of the list goes on with another call."""
     fields = {"model": "plain", "max_tokens": 60, "seed": 2}

@@ -17,6 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exl_core.tokenizer import TextTokenizer
+from exl_filters.errors import FilterRejected
+from exl_filters.vocabulary import vocabulary_of
 from exl_generate import bundled
 from exl_serve.config.model import Limits, ModelConfig
 from exl_serve.engine.events import Finished, Tokens, Usage
@@ -55,6 +57,7 @@ SCHEMA: dict[str, Any] = {
 }
 FORMS = [name for name, form in FORMATS.items() if form.call is not None or name == "harmony"]
 AUTO = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True)
+THINKING = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, starts_in_reasoning=True)
 USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 
 
@@ -271,11 +274,41 @@ def test_harmony_may_think_before_a_format(tokenizer: TextTokenizer) -> None:
 
 def test_the_format_begins_behind_the_reasoning() -> None:
     family = OutputFamily(FORMATS["hermes"], {"</think>": 9, "<tool_call>": 10, "</tool_call>": 11}, lambda i: b"")
-    thinking = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, starts_in_reasoning=True)
-    (constraint,) = family.constraints(thinking, BY_SCHEMA)
-    assert (constraint.after, constraint.then) == (9, "stop")
+    (constraint,) = family.constraints(THINKING, BY_SCHEMA)
+    assert (constraint.after, constraint.then, constraint.awaited) == (9, "stop", True)
     assert "<[10]>" in constraint.around
     assert "<[11]>" in constraint.around
+
+
+@pytest.mark.parametrize(
+    ("settings", "content"),
+    [
+        (THINKING, BY_SCHEMA),
+        (THINKING, wanted(guided_choice=["yes"])),
+        (ChannelSettings(starts_in_reasoning=True), BY_SCHEMA),
+        (ChannelSettings(starts_in_reasoning=True), wanted(guided_grammar='start: "yes"')),
+    ],
+)
+def test_the_answer_does_not_end_in_the_reasoning(
+    tokenizer: TextTokenizer, settings: ChannelSettings, content: Constraint
+) -> None:
+    """Whatever the format is: it could not follow."""
+    made = grammar("hermes", tokenizer, content, settings)
+    stops = vocabulary_of(tokenizer).stop_ids
+    assert stops
+    made.begin("")
+    for token in tokenizer.encode_ids("hm <tool_call> </think"):
+        allowed, ends = made.next()
+        assert token in allowed
+        assert stops.isdisjoint(allowed)
+        assert not ends
+        assert not made.is_complete()
+        with pytest.raises(FilterRejected):
+            made.clone().feed(min(stops))
+        made.feed(token)
+    text = "yes" if content.kind != "json_schema" else '{"name": "Oslo", "parameters": {}}'
+    assert takes(made, tokenizer, f"hm</think>{text}")
+    assert not takes(made, tokenizer, f"hm</think>{text[1:]}")
 
 
 def test_an_error_names_the_field(tokenizer: TextTokenizer) -> None:

@@ -185,7 +185,7 @@ class OutputFamily:
         return found
 
     def _behind(self, constraint: Constraint, marker: str) -> Constraint:
-        return msgspec.structs.replace(constraint, after=self.special.get(marker, marker), then="stop")
+        return msgspec.structs.replace(constraint, after=self.special.get(marker, marker), awaited=True)
 
     def _around(self, content: Constraint, rules: str) -> Constraint:
         """Return the format of a content with the rules of the answer around it. Raises ServeError 400."""
