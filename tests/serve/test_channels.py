@@ -277,6 +277,18 @@ ASKED: dict[str, Any] = {
 STRAIGHT: dict[str, Any] = {"extra_body": {"banned_strings": ["analysis"]}}
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_call_that_is_cut_short_is_no_content(tooled: openai.OpenAI, tokens: int) -> None:
+    asked = ASKED | {"tool_choice": "required", "max_tokens": tokens, "seed": 1}
+    (choice,) = tooled.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "length"
+    assert not choice.message.content
+    chunks = [chunk.choices[0] for chunk in tooled.chat.completions.create(**asked, stream=True)]
+    assert not any(chunk.delta.content for chunk in chunks)
+    names = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert bool(names) == bool(choice.message.tool_calls)
+
+
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) -> None:

@@ -225,6 +225,8 @@ class ChannelReader:
         self._next_index = self._closed = 0
         #: an answer holds one call; further ones are left out
         self._single = not settings.parallel
+        #: the answer must be a call, so that text of none is the beginning of one
+        self._forced = tools and family.forces_call(settings)
         self._reasoning_tokens = 0
         self._at_start = True
         #: the content has begun and follows a format, so that it holds no call
@@ -234,7 +236,7 @@ class ChannelReader:
         #: contents that begin as a call does, without line breaks before them: an answer begins without them (`_say`)
         contents = [text.lstrip("\n") for text in settings.contents]
         self._alike = [text for text in contents if begin and text.startswith(begin)]
-        if tools and family.forces_call(settings) and (form.leading or family.forced_prefix(settings)):
+        if self._forced and (form.leading or family.forced_prefix(settings)):
             self._open_region()
 
     def feed(self, event: EngineEvent) -> list[AnswerEvent]:
@@ -245,7 +247,8 @@ class ChannelReader:
             read = self._end_of_alike()
             ended = [] if self._calls is None or event.reason == "length" else self._of_call(self._calls.finish())
             left = self._release(keep=True)
-            if self._shows_stop and event.reason == "stop_string" and self._mode != "call":
+            shows = self._mode == "reasoning" or (self._mode == "content" and not self._forced)
+            if self._shows_stop and event.reason == "stop_string" and shows:
                 left += self._say(str(event.stop))
             return [*read, *ended, *left, self._finish(event)]
         if isinstance(event, Failed):
@@ -472,6 +475,9 @@ class ChannelReader:
     def _release(self, *, keep: bool = False) -> list[AnswerEvent]:
         """Release the held-back text as text. Tokens without text are hidden, unless `keep`."""
         text, self._held = self._held, ""
+        if self._forced and self._mode != "reasoning":
+            self._hide()
+            return []
         events = self._say(text) if self._mode != "call" else []
         if self._mode == "call" and self._calls is not None and not self._told() and not self._calls.ended:
             # No call was found, and no empty list of calls: the text stays text.

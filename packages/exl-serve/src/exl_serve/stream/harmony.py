@@ -83,6 +83,7 @@ class HarmonyMachine:
         self._reasoning = settings.reasoning
         #: an answer holds one call; further ones are left out
         self._single = not settings.parallel
+        self._forced = bool(settings.tools) and settings.tool_choice not in ("none", "auto")
         self._shows_stop = settings.shows_stop
         self._special = special
         self._by_id = {special[one]: one for one in MARKERS if one in special}
@@ -125,7 +126,8 @@ class HarmonyMachine:
     def _last(self) -> list[AnswerEvent]:
         held, self._held = self._held, ""
         events = self._say(held)
-        if self._mode == "header" and not self._header.startswith("<|") and "<|" not in self._header:
+        untold = not self._forced and not self._header.startswith("<|") and "<|" not in self._header
+        if self._mode == "header" and untold:
             # There was no header: the model was not trained on the format.
             self._mode = "content"
             events += self._say(self._header)
