@@ -292,7 +292,7 @@ def test_the_format_begins_behind_the_reasoning() -> None:
 def test_the_answer_does_not_end_in_the_reasoning(
     tokenizer: TextTokenizer, settings: ChannelSettings, content: Constraint
 ) -> None:
-    """Whatever the format is: it could not follow."""
+    """The format, of any kind, could not follow."""
     made = grammar("hermes", tokenizer, content, settings)
     stops = vocabulary_of(tokenizer).stop_ids
     assert stops

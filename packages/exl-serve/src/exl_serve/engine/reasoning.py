@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
-from exl_filters import TriggeredFilter, bits
+from exl_filters import ExLlamaV2Filter, TriggeredFilter, bits
 from exl_filters.base import Allowed
 from exl_filters.bits import Words
+from exl_filters.context import FilterContext
 from exl_filters.errors import FilterRejected
 from exl_filters.tokens import as_token
 
@@ -20,17 +22,27 @@ class AwaitedFilter(TriggeredFilter):
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
+    spec = ExLlamaV2Filter.spec  # one of another kind would be made from the trigger's
 
     @property
     def _waits(self) -> bool:
         return not (self._active or self._released or self._done)
 
+    @cached_property
+    def _unended(self) -> Words:
+        size = self._driver.context.vocab_size
+        return bits.from_ids((i for i in self.vocabulary.defined.tolist() if i not in self._stops), size)
+
+    def attach(self, context: FilterContext) -> None:
+        """Receive the host's vocabulary size and stop ids, and begin."""
+        self.__dict__.pop("_unended", None)
+        super().attach(context)
+
     def fill_bitmask(self, words: Words) -> bool:
         """Write all ids but the stop ids while the trigger has not come, then as `TriggeredFilter` does."""
         if not self._waits:
             return super().fill_bitmask(words)
-        bits.copy_into(bits.full(self._driver.context.vocab_size), words)
-        words &= ~bits.from_ids(self._stops, len(words) * 32)
+        bits.copy_into(self._unended, words)
         return True
 
     def next(self) -> Allowed:
@@ -44,7 +56,7 @@ class AwaitedFilter(TriggeredFilter):
     def feed(self, token: Any) -> None:
         """Look for the trigger in the token, or give it to the inner filter."""
         token = as_token(token)
-        if self._waits and token in self._stops:
+        if self._waits and not (0 <= token < self._driver.context.vocab_size and bits.test(self._unended, token)):
             raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
         super().feed(token)
 
@@ -65,6 +77,8 @@ class OutsideFilter(TriggeredFilter):
         closes: The special token or the text that closes it.
         inside: Whether the text begins in reasoning.
     """
+
+    spec = ExLlamaV2Filter.spec
 
     def __init__(
         self, inner: Any, on: int | str, after: Any, tokenizer: Any, opens: int | None, closes: int | str, inside: bool
