@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from exl_filters import ExLlamaV2Filter, TriggeredFilter, bits
 from exl_filters.base import Allowed
@@ -11,8 +12,12 @@ from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterRejected
 from exl_filters.tokens import as_token
+from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["AwaitedFilter", "OutsideFilter"]
+
+_defined: WeakKeyDictionary[Vocabulary, Words] = WeakKeyDictionary()
+"""The defined ids of each vocabulary."""
 
 
 class AwaitedFilter(TriggeredFilter):
@@ -30,8 +35,13 @@ class AwaitedFilter(TriggeredFilter):
 
     @cached_property
     def _unended(self) -> Words:
+        if self.vocabulary not in _defined:
+            _defined[self.vocabulary] = bits.from_ids(self.vocabulary.defined.tolist(), self.vocabulary.size)
         size = self._driver.context.vocab_size
-        return bits.from_ids((i for i in self.vocabulary.defined.tolist() if i not in self._stops), size)
+        words = bits.empty(size)
+        bits.copy_into(_defined[self.vocabulary], words)
+        words &= ~bits.from_ids(self._stops, size)
+        return words
 
     def attach(self, context: FilterContext) -> None:
         """Receive the host's vocabulary size and stop ids, and begin."""
