@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -27,7 +27,7 @@ class Simulation:
         self.sizes: dict[str, Iterator[Size]] = {key: itertools.cycle(sizes) for key, sizes in keys.items()}
         self.running: list[tuple[Entry, int]] = []
         #: cost of the computed tokens by key, by its weight
-        self.served: Counter[str] = Counter()
+        self.served: defaultdict[str, float] = defaultdict(float)
         for key in keys:
             for _ in range(2 * batch + 1):
                 self.add(key)

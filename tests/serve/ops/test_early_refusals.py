@@ -93,8 +93,7 @@ def test_a_key_over_its_limit_is_refused_before_its_prompt_is_read(
 def test_a_full_queue_refuses_before_the_prompt_is_read(
     live: LiveServer, encoded: list[str], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    real = LocalEngine.status.fget
-    assert real is not None
+    real = LocalEngine.__dict__["status"].fget
 
     def full(engine: LocalEngine) -> Any:
         return msgspec.structs.replace(real(engine), queued=8 * engine.card.max_batch_size + 4, queued_prompt_tokens=9)
