@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -353,10 +354,11 @@ def test_events_of_a_stream_have_so_many_tokens(http: httpx.Client, n: int) -> N
             sizes[choice["index"]].append(len(choice["token_ids"]))
     assert texts == [one["message"]["content"] for one in whole]
     for of_choice in sizes:
-        # The first write holds what has come until then: of several choices, perhaps two events of one.
-        early = 1 if n == 1 else 2
-        assert len(of_choice) <= early + 1 + 40 / 8
-        assert min(of_choice[early:-1]) >= 8
+        # The first write holds what has come until then, of several choices an event for each of their tokens.
+        late = list(itertools.dropwhile(lambda size: size < 8, of_choice))
+        assert late
+        assert min(late[:-1], default=8) >= 8
+        assert n > 1 or len(of_choice) <= len(late) + 1
 
 
 def test_a_message_that_goes_on_is_returned_whole_on_request(http: httpx.Client) -> None:
