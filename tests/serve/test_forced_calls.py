@@ -112,7 +112,8 @@ def url(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         ModelConfig(id="think", path=fable.card.folder, family="hermes", template=str(template)),
         ModelConfig(id="plain", path=fable.card.folder, family="mistral"),
     ]
-    live = LiveServer({"think": fable, "plain": fable}, configs)
+    configs.append(ModelConfig(id="bytes", path=fable.card.folder, family="deepseek_v3"))
+    live = LiveServer({one.id: fable for one in configs}, configs)
     yield live.url
     live.close()
 
@@ -149,6 +150,14 @@ def test_a_format_follows_the_reasoning(url: str, choice: str, seed: int) -> Non
     ways = {"tool_calls": (None,), "stop": ("yes", "no")}
     assert cut["finish_reason"] == "length" or cut["message"]["content"] in ways[cut["finish_reason"]]
     assert ended["message"]["content"] in ways[ended["finish_reason"]]
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 14, 23])
+def test_no_half_marker_is_content_where_a_limit_cuts_a_character(url: str, tokens: int) -> None:
+    """The markers of this format have characters of three bytes, of a token each."""
+    (choice,) = asked(url, model="bytes", max_tokens=tokens, seed=1)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert not choice["message"]["content"]
 
 
 def test_several_forced_calls(url: str) -> None:

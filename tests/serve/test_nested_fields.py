@@ -20,6 +20,7 @@ SAY = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "foo": 1}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "response": {"type": "string"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(**more: Any) -> tuple[str, dict[str, Any]]:
@@ -43,7 +44,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     chat(response_format=shape(strict=True, description="A number.")),
     chat(messages=[{"role": "assistant", "content": "x", "audio": None, "foo": 1}, *SAY]),  # the template gets it
     chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}, max_tokens=40),
-    chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}),
+    chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}),
     response(reasoning={"effort": None}, text={"format": {"type": "text"}, "verbosity": None}),
     response(
         input=[
@@ -71,10 +72,21 @@ UNREAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (
         chat(
             tools=[TOOL],
-            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL | {"foo": 1}]}},
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED | {"foo": 1}]}},
         ),
         "tool_choice.allowed_tools.tools[0].foo",
     ),
+    (
+        chat(
+            tools=[TOOL],
+            tool_choice={
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f", "foo": 1}}]},
+            },
+        ),
+        "tool_choice.allowed_tools.tools[0].function.foo",
+    ),
+    (chat(tools=[TOOL], tool_choice=NAMED | {"name": "g"}, max_tokens=40), "tool_choice.name"),
     (("/reset_prefix_cache?reset_running_requests=true", {}), "reset_running_requests"),
     (response(reasoning={"foo": 1}), "reasoning.foo"),
     (response(text={"format": {"type": "text", "foo": 1}}), "text.format.foo"),

@@ -69,6 +69,9 @@ def _members(body: Mapping[str, Any]) -> Iterator[str]:
         for at, tool in enumerate(_listed(allowed.get("tools") if isinstance(allowed, dict) else choice.get("tools"))):
             path = f"tool_choice.allowed_tools.tools[{at}]"
             yield from _others(tool, path, frozenset({"type", "function", "name"}))
+            yield from _others(tool.get("function"), f"{path}.function", frozenset({"name"}))
+        if isinstance(choice.get("function"), dict) and choice.get("name") is not None:
+            yield "tool_choice.name"
     for at, tool in enumerate(_listed(body.get("tools"))):
         known = frozenset({"type", "function"} if isinstance(tool.get("function"), dict) else {"type", *_SCHEMA})
         yield from _others(tool, f"tools[{at}]", known - {"schema"} | {"parameters"})

@@ -231,7 +231,7 @@ class ChannelReader:
         self._at_start = True
         #: the content has begun and follows a format, so that it holds no call
         self._sealed, self._formatted = False, settings.formatted
-        self._strip = settings.formatted
+        self._strip = settings.formatted or self._forced
         begin = "" if form.call is None else form.call[0]
         #: contents that begin as a call does, without line breaks before them: an answer begins without them (`_say`)
         contents = [text.lstrip("\n") for text in settings.contents]
@@ -530,6 +530,9 @@ class ChannelReader:
             if not self._told():
                 unread = self._opening + unread
             self._leave_region()
+            if self._forced:  # only a cut breaks it, and what is cut short is not shown: `_release`
+                self._hide()
+                return events, ""
             return events + self._say(unread), rest
         if reader.ended:
             return events, rest
