@@ -11,16 +11,17 @@ from typing import Literal
 
 import msgspec
 
-from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint
 from exl_serve.stream.calls import SPACE, CallReader, call_id
-from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
+from exl_serve.stream.events import AnswerEvent, Begun, Error, Finish, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
 from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import answer_rules, call_grammar, forced_grammar
 from exl_serve.stream.harmony import HarmonyMachine, harmony_answer, harmony_grammar
 from exl_serve.stream.readers import NamedReader, PythonReader, TaggedReader
+from exl_serve.stream.waiting_tokens import WaitingTokens
 
 __all__ = ["OutputFamily", "detect_family"]
 
@@ -215,10 +216,7 @@ class ChannelReader:
         self._mode = "reasoning" if settings.starts_in_reasoning and self._think else "content"
         self._begun = False
         self._held = ""
-        #: tokens of the text that is held back; the tokens before them whose text no event has
-        self._ids: list[int] = []
-        self._hidden: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._waiting = WaitingTokens()
         self._calls: CallReader | NamedReader | TaggedReader | PythonReader | None = None
         #: the marker of the region, where that is text: it stays text if no call follows
         self._opening = ""
@@ -271,9 +269,9 @@ class ChannelReader:
             stop,
             event.usage,
             self._reasoning_tokens,
-            tuple(self._ids) if left else (),
-            tuple(self._logprobs) if left else (),
-            tuple(self._hidden if left else self._hidden + self._ids),
+            tuple(self._waiting.ids) if left else (),
+            tuple(self._waiting.logprobs) if left else (),
+            tuple(self._waiting.hidden if left else self._waiting.hidden + self._waiting.ids),
         )
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
@@ -283,8 +281,8 @@ class ChannelReader:
             self._reasoning_tokens += len(event.ids)
         specials = self._family._specials_by_id
         if specials.keys().isdisjoint(event.ids):
-            self._ids += event.ids
-            self._logprobs += event.logprobs
+            self._waiting.ids += event.ids
+            self._waiting.logprobs += event.logprobs
             return self._text(event.text)
         events: list[AnswerEvent] = []
         rest = event.text
@@ -296,8 +294,8 @@ class ChannelReader:
                 if found:
                     events += self._text(before)
                     rest = behind
-            self._ids.append(token)
-            self._logprobs += event.logprobs[at : at + 1]
+            self._waiting.ids.append(token)
+            self._waiting.logprobs += event.logprobs[at : at + 1]
             if spelled is not None:
                 events += self._marker(spelled)
         return [*events, *self._text(rest)]
@@ -447,36 +445,20 @@ class ChannelReader:
         self._sealed = self._formatted and self._mode == "content"
         if text.strip(SPACE):
             self._at_start = False
-        ids, logprobs, hidden = tuple(self._ids), tuple(self._logprobs), tuple(self._hidden)
-        self._ids.clear()
-        self._logprobs.clear()
-        self._hidden.clear()
-        if self._mode == "reasoning":
-            return [Reasoning(self._choice, text, ids, logprobs, hidden)]
-        return [Content(self._choice, text, ids, logprobs, hidden)]
-
-    def _hide(self) -> None:
-        """Keep the tokens for the next event, as tokens without text."""
-        self._hidden += self._ids
-        self._ids.clear()
-        self._logprobs.clear()
+        return [self._waiting.event(self._choice, text, reasoning=self._mode == "reasoning")]
 
     def _of_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         """Return a reader's events, with the tokens so far."""
-        self._hide()
         if self._single:
             events = [one for one in events if isinstance(one, ToolBegin | ToolArgs | ToolEnd) and not one.index]
         self._closed += sum(isinstance(one, ToolEnd) for one in events)
-        if events and isinstance(events[0], ToolBegin | ToolArgs | ToolEnd):
-            events[0].hidden = tuple(self._hidden)
-            self._hidden.clear()
-        return events
+        return self._waiting.give(events)
 
     def _release(self, *, keep: bool = False) -> list[AnswerEvent]:
         """Release the held-back text as text. Tokens without text are hidden, unless `keep`."""
         text, self._held = self._held, ""
         if self._forced and self._mode != "reasoning":
-            self._hide()
+            self._waiting.hide()
             return []
         events = self._say(text) if self._mode != "call" else []
         if self._mode == "call" and self._calls is not None and not self._told() and not self._calls.ended:
@@ -484,7 +466,7 @@ class ChannelReader:
             self._mode = "content"
             events = self._say(self._opening + self._calls.unread + text)
         if not keep:
-            self._hide()
+            self._waiting.hide()
         return events
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -531,7 +513,7 @@ class ChannelReader:
                 unread = self._opening + unread
             self._leave_region()
             if self._forced:  # only a cut breaks it, and what is cut short is not shown: `_release`
-                self._hide()
+                self._waiting.hide()
                 return events, ""
             return events + self._say(unread), rest
         if reader.ended:

@@ -13,12 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from exl_serve.engine.events import EngineEvent, Failed, Finished, Started, TokenLogprob, Tokens
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Started, Tokens
 from exl_serve.request.internal import Constraint
 from exl_serve.stream.calls import SPACE, Value, call_id, is_json
-from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
+from exl_serve.stream.events import AnswerEvent, Begun, Error, Finish, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 from exl_serve.stream.grammars import json_rule, marker_rule, text_until
+from exl_serve.stream.waiting_tokens import WaitingTokens
 
 __all__ = ["HarmonyMachine", "harmony_answer", "harmony_grammar"]
 
@@ -91,10 +92,7 @@ class HarmonyMachine:
         self._mode = "header"
         self._header = ""
         self._held = ""
-        #: tokens of the text that is held back; the tokens before them whose text no event has
-        self._ids: list[int] = []
-        self._hidden: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._waiting = WaitingTokens()
         self._index = self._closed = self._reasoning_tokens = 0
         self._scan = Value()
 
@@ -113,8 +111,8 @@ class HarmonyMachine:
                 last += self._say(str(event.stop))
             left = self._mode == "content"
             if not left:
-                self._hide()
-            ids, logprobs, hidden = tuple(self._ids), tuple(self._logprobs), tuple(self._hidden)
+                self._waiting.hide()
+            ids, logprobs, hidden = tuple(self._waiting.ids), tuple(self._waiting.logprobs), tuple(self._waiting.hidden)
             return [
                 *last,
                 Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs, hidden),
@@ -141,15 +139,15 @@ class HarmonyMachine:
                 self._reasoning_tokens += 1
             spelled = self._by_id.get(token)
             if spelled is None:
-                self._ids.append(token)
-                self._logprobs += event.logprobs[at : at + 1]
+                self._waiting.ids.append(token)
+                self._waiting.logprobs += event.logprobs[at : at + 1]
                 continue
             before, found, behind = rest.partition(spelled)
             if found:
                 events += self._text(before)
                 rest = behind
             events += self._marker(spelled)
-            self._hidden.append(token)
+            self._waiting.hidden.append(token)
         return [*events, *self._text(rest)]
 
     def _text(self, text: str) -> list[AnswerEvent]:
@@ -179,13 +177,13 @@ class HarmonyMachine:
             self._mode, self._header = "header", ("" if spelled == "<|start|>" else "<|end|>")
             if spelled == "<|channel|>":
                 self._header = spelled
-        self._hide()
+        self._waiting.hide()
         return events
 
     def _begin(self) -> list[AnswerEvent]:
         """Begin a message: its header is complete."""
         header, self._header = self._header, ""
-        self._hide()
+        self._waiting.hide()
         call = _RECIPIENT.search(header)
         if call is not None and call.group(1) in self._tools and self._single and self._index:
             self._mode = "over"
@@ -208,31 +206,14 @@ class HarmonyMachine:
             self._mode, text, self._header = "content", self._header + text, ""
         if self._mode == "call":
             return self._of_call(self._arguments(text))
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
-        hidden = tuple(self._hidden)
         if self._mode not in ("reasoning", "content"):
-            self._hide()
+            self._waiting.hide()
             return []
-        self._ids.clear()
-        self._logprobs.clear()
-        self._hidden.clear()
-        if self._mode == "reasoning":
-            return [Reasoning(self._choice, text, ids, logprobs, hidden)]
-        return [Content(self._choice, text, ids, logprobs, hidden)]
-
-    def _hide(self) -> None:
-        """Keep the tokens for the next event, as tokens without text."""
-        self._hidden += self._ids
-        self._ids.clear()
-        self._logprobs.clear()
+        return [self._waiting.event(self._choice, text, reasoning=self._mode == "reasoning")]
 
     def _of_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         """Return the events of a call, with the tokens so far."""
-        self._hide()
-        if events and isinstance(events[0], ToolBegin | ToolArgs | ToolEnd):
-            events[0].hidden = tuple(self._hidden)
-            self._hidden.clear()
-        return events
+        return self._waiting.give(events)
 
     def _arguments(self, text: str) -> list[AnswerEvent]:
         said: list[str] = []
