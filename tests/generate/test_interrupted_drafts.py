@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -32,7 +32,11 @@ def onward(context: list[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as data, and the iterations before which it is cancelled or paused and continued."""
+    """A request as data, and the iterations before which it is cancelled or paused and continued.
+
+    `stop`: strings and ids that end it, `bans`: strings that are withdrawn. With either, the host does not know by the
+    sampled tokens alone what the job accepts.
+    """
 
     prompt: tuple[int, ...]
     seed: int
@@ -40,10 +44,24 @@ class Request:
     cancelled_at: int = -1
     paused_at: int = -1
     pause: int = 1
+    stop: tuple[str | int, ...] = ()
+    bans: tuple[str, ...] = ()
 
     def job(self) -> ExLlamaV2DynamicJob:
         style = Settings.greedy() if self.greedy else Settings(temperature=0.4, top_k=0, top_p=0)
-        return ExLlamaV2DynamicJob(torch.tensor([self.prompt]), NEW, gen_settings=style, seed=self.seed)
+        return ExLlamaV2DynamicJob(
+            torch.tensor([self.prompt]),
+            NEW,
+            gen_settings=style,
+            seed=self.seed,
+            stop_conditions=list(self.stop),
+            banned_strings=list(self.bans),
+        )
+
+    @property
+    def alone(self) -> Request:
+        """The request that nobody cancels or pauses."""
+        return replace(self, cancelled_at=-1, paused_at=-1)
 
 
 def generator_of(drafter: str) -> ExLlamaV2DynamicGenerator:
@@ -103,6 +121,8 @@ requests = st.lists(
         cancelled_at=st.sampled_from([-1, -1, 2, 3, 5, 8]),
         paused_at=st.sampled_from([-1, -1, 2, 4, 6]),
         pause=st.integers(1, 5),
+        stop=st.sampled_from([(), (), (), ("cabab",), ("cabbc", 8), (6,)]),
+        bans=st.sampled_from([(), (), (), ("cabab",), ("bcab", "é")]),
     ),
     min_size=2,
     max_size=4,
@@ -113,7 +133,7 @@ requests = st.lists(
 @given(requests, st.sampled_from(["ngram", "model"]), st.booleans())
 def test_nobody_can_tell(asked: list[Request], drafter: str, on_device: bool) -> None:
     """Each job has the tokens that it has alone and without drafts; one that is cancelled has the first of them."""
-    alone = [play([Request(one.prompt, one.seed, one.greedy)], "none")[0][0] for one in asked]
+    alone = [play([one.alone], "none")[0][0] for one in asked]
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
             device = Device([])
@@ -130,7 +150,7 @@ def test_a_job_of_a_queued_step_with_drafts(drafter: str, how: str) -> None:
     """The step was queued with the rows of all jobs, so those of the one that leaves are unused."""
     asked = [Request((3, 4, 5, 6) * 3, seed, True) for seed in range(2)]
     leaving = Request((3, 4, 5, 6) * 2, 2, True, **{f"{how}_at": 4}, pause=2)
-    alone = [play([Request(one.prompt, one.seed, one.greedy)], "none")[0][0] for one in (*asked, leaving)]
+    alone = [play([one.alone], "none")[0][0] for one in (*asked, leaving)]
     queued: list[bool] = []
     found, jobs = play([*asked, leaving], drafter, lambda generator, at: queued.append(is_prelaunched(generator)))
     assert queued == [True]

@@ -28,14 +28,14 @@ Settings = ExLlamaV2Sampler.Settings
 class Stage:
     """A generator over a model and a sampler that note in `events` what is launched and collected."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, leaves: bool = False, script: Any = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, leaves: bool = False, script: Any = None, **more: Any) -> None:
         self.model = Preparing(CONFIG)
         if script is not None:
             self.model.script = script
         self.device = Device(self.model.events, leaves)
         patch.setattr(kernels, "launch", self.device.launch)
         cache = ScriptedCache(self.model, max_seq_len=160)
-        self.generator = ExLlamaV2DynamicGenerator(self.model, cache, TOKENIZER, page_size=8)
+        self.generator = ExLlamaV2DynamicGenerator(self.model, cache, TOKENIZER, page_size=8, **more)
         prelaunch(self.generator, True)
         self.results: list[dict[str, Any]] = []
 
@@ -140,6 +140,52 @@ def test_no_step_is_launched_for_jobs_that_have_ended(monkeypatch: pytest.Monkey
     assert stage.round() == ["sample", "collect"]
     assert job.is_finished
     assert not stage.generator.num_remaining_jobs()
+
+
+def cycle(context: Any) -> int:
+    """Four tokens in turn, which a drafter guesses once it has seen them."""
+    return 3 + (int(context[-1]) - 2) % 4
+
+
+def drafting(patch: pytest.MonkeyPatch) -> Stage:
+    """Drafts of three tokens from the text. `events` also has each acceptance of a token."""
+    stage = Stage(patch, script=cycle, use_ngram_draft=True, num_draft_tokens=3)
+    stage.generator.drafter.length = FixedDraftLength(3)
+    accept = ExLlamaV2DynamicJob.accept
+
+    def noted(*args: Any) -> Any:
+        stage.model.events.append("accept")
+        return accept(*args)
+
+    patch.setattr(ExLlamaV2DynamicJob, "accept", noted)
+    return stage
+
+
+def test_a_step_with_drafts_is_launched_before_jobs_accept_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = drafting(monkeypatch)
+    job = stage.add([3, 4, 5, 6] * 3, 30)
+    stage.round()
+    passes = stage.model.steps
+    for _ in range(5):
+        assert stage.round() == ["sample", "collect", "run", *["accept"] * 4]
+    assert stage.model.steps == passes + 5, "each step is computed once"
+    stage.finish()
+    assert stage.tokens(job) == [3 + at % 4 for at in range(30)]
+
+
+def test_a_stop_string_leaves_the_row_of_its_job_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples do not tell the host that a job ends; the row of the other job is right all the same."""
+    stage = drafting(monkeypatch)
+    ended = stage.add([3, 4, 5, 6] * 3, 40, stop_conditions=["cababcabab"])
+    other = stage.add([4, 5, 6, 3] * 3, 40)
+    while not ended.is_finished:
+        events = stage.round()
+    assert events[:3] == ["sample", "collect", "run"]
+    passes = stage.model.steps
+    assert stage.round()[:3] == ["sample", "collect", "run"]
+    assert stage.model.steps == passes + 1
+    stage.finish()
+    assert stage.tokens(other) == [3 + (1 + at) % 4 for at in range(40)]
 
 
 @pytest.mark.parametrize("faults", [1, 2])

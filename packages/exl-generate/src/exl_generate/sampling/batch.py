@@ -96,6 +96,12 @@ class LaunchedDraws:
             found = [row if isinstance(row, Exception) else next(left) for row in self._rows]
         self._outcomes = list(found)
 
+    def token(self, place: int) -> int | None:
+        """Return the token of the draw at this place, after `collect`; None if the draw failed."""
+        assert self._outcomes is not None, "collect first"
+        found = self._outcomes[place]
+        return found.token if isinstance(found, Sampled) else None
+
     def samples(self, places: Sequence[int], with_ids: bool = True) -> list[Sample | Exception]:
         """Return the samples, or the errors, of the draws at these places, after `collect`. Call it once for a place.
 
