@@ -9,14 +9,8 @@ from python_names import identifier, nodes
 
 # Private names that tests may patch or import, by file, for want of a public way. The list may only shrink.
 ALLOWED = {
-    "tests/core/test_experts.py": {"_outputs", "_router", "_grouped"},
-    "tests/core/test_memory.py": {"_by_stream"},
-    "tests/core/test_sharded_threads.py": {"_arrives"},
     "tests/core/test_ways.py": {"_native_experts"},
-    "tests/filters/test_together.py": {"_compute", "_executors"},
-    "tests/generate/test_masks_together.py": {"_compute"},
     "tests/internals.py": {"_runner"},
-    "tests/kernels/test_formats_folder.py": {"_point"},
     "tests/kernels/test_sampling_memory.py": {"_places"},
     "tests/kernels/test_workspace.py": {"_by_stream"},
 }

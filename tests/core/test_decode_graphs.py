@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -16,7 +17,7 @@ from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
-from exl_core.execution import capturable, select, step_recorder
+from exl_core.execution import capturable, select, step_inputs, step_recorder
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
@@ -25,6 +26,7 @@ from exl_kernels.errors import DeviceError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import DECODE_TOKENS, STEP_ROWS
+from exl_kernels.staging import StepStage
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -331,12 +333,21 @@ def test_inputs_still_to_be_copied_to_the_gpu_outlive_their_step(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured steps are forgotten while one is queued: its inputs are not given to others before the GPU has them."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Recorded(StepStage):
+        def __init__(self, sizes: Any) -> None:
+            super().__init__(sizes)
+            made.append(weakref.ref(self.pinned))
+
+    monkeypatch.setattr(step_inputs, "StepStage", Recorded)
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
     prepared = model.prelaunchable_step(1, cache, params([15, 3]))
     assert prepared is not None
+    stages = tuple(made)
+    assert stages
     monkeypatch.setattr(Stream, "held", True)
     prepared.run(torch.full((2, 1), 7))
-    stages = [weakref.ref(stage.pinned) for stage in prepared.captured.inputs._stages]  # noqa: SLF001
     model.decode.clear()
     del prepared
     Stream.queue.clear()  # of the stand-ins; the driver holds no tensor either
@@ -559,14 +570,17 @@ def test_captured_steps_of_a_deleted_module_are_dropped(model: ExLlamaV2, monkey
     monkeypatch.setattr(graphs, "refusal_of_model", lambda of: "decides on the host" if refused[0] else hooked(of))
     try:
         for around in (False, True):
-            model.modules[3] = inner
+            model.modules[3] = copy.copy(inner)
+            deleted = weakref.ref(model.modules[3])
             assert model.prelaunchable_step(1, cache, params([1])) is not None
             assert model.decode.count == 1
             refused[0] = not around
             model.modules[3] = Intervention(Intervention(model.modules[5])) if around else model.modules[5]
             assert model.prelaunchable_step(1, cache, params([1])) is None
             assert model.decode.count == 0
-            assert inner not in (model.decode._modules or [])  # noqa: SLF001
+            assert model.hooked is around  # the model remembers the modules of its last answer
+            gc.collect()
+            assert deleted() is None
             refused[0] = False
     finally:
         model.modules[3] = inner

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from exl_core.execution.halves import ExpertsHalf, half_of
 from exl_core.execution.operators import APART
 from exl_core.execution.own_pass import choose_own_pass
 from exl_core.layers import Attention, MoE, RMSNorm
+from exl_core.layers import moe as moe_layer
 from exl_core.layers.sublayer import BY_OPERATOR
 from exl_core.lora.pairs import LoraPair
 from exl_kernels.selection import PACKED_ROWS
@@ -83,7 +86,7 @@ def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
         raise AssertionError("experts ran one after the other")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "_outputs", fail)
+        patch.setattr(MoE, "run_expert", fail)
         logits: Tensor = model.forward(ids, **options)
         return logits
 
@@ -227,16 +230,19 @@ ONE_MIXTURE = pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "
 
 
 @pytest.fixture
-def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Those of the first mixture, whose own pass is chosen anew."""
-    mixture, made = mixtures(model)[0], Launches()
+    mixture, made, describe = mixtures(model)[0], Launches(), MoE.describe
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
-    monkeypatch.setattr(mixture, "_router", made)
-    monkeypatch.setattr(mixture, "_grouped", made)
+    monkeypatch.setattr(MoE, "describe", lambda moe: replace(describe(moe), routing=cast(Any, made)))
     monkeypatch.setattr(mixture, "own_pass", BY_OPERATOR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_layer, "group_experts", lambda *_: made)
+        mixture.group()
     choose_own_pass(mixture)
     assert isinstance(mixture.own_pass, ExpertsTogether)
-    return made
+    yield made
+    mixture.group()
 
 
 MINE = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)

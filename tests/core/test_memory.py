@@ -20,7 +20,7 @@ from exl_core import (
     ExLlamaV2Config,
     PagedParams,
 )
-from exl_kernels.linear import workspace
+from exl_core.loading import loadable
 
 pytestmark = pytest.mark.covers("core: loading-memory", "core: loading")
 
@@ -99,11 +99,10 @@ def test_unload_drops_all_weights_and_the_model_loads_again(
 def test_unloading_frees_the_workspaces_of_its_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch's free memory is given back; what other GPUs use stays."""
     model = loaded(lab, monkeypatch, "whole", "exl2")
-    places = [torch.device("cuda", number) for number in range(3)]
-    held = {(place, stream): torch.empty(1) for place in places for stream in (0, 7)}
+    forgotten: list[torch.device] = []
     seen: list[set[torch.device]] = []
-    monkeypatch.setattr(workspace, "_by_stream", held)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append({place for place, _ in held}))
+    monkeypatch.setattr(loadable, "forget_workspaces", forgotten.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(set(forgotten)))
     model.placement.names[1:3] = ["cuda:0", "cuda:2"]
     model.unload()
-    assert seen == [{places[1]}]
+    assert seen == [{torch.device("cuda", 0), torch.device("cuda", 2)}]

@@ -74,7 +74,7 @@ def test_a_copy_of_another_thread_is_not_queued_between_the_graphs_of_a_step(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The first GPU would wait with the copy for the second one's graph, and that for the graph behind the copy."""
-    monkeypatch.setattr(transfer, "_arrives", lambda source, target: True)
+    monkeypatch.setattr(transfer, "is_direct", lambda source, target: True)
     queue = Queue()
     monkeypatch.setattr(transfer, "queueing", queue)
     monkeypatch.setattr(sections, "queueing", queue)
@@ -99,7 +99,7 @@ def test_a_copy_of_another_thread_is_not_queued_between_the_graphs_of_a_step(
 
 def test_copies_through_host_memory_do_not_hold_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait on the host for their GPU, which may take long; no GPU waits for another one in them."""
-    monkeypatch.setattr(transfer, "_arrives", lambda source, target: False)
+    monkeypatch.setattr(transfer, "is_direct", lambda source, target: False)
     with transfer.queueing:
         found: Any = transfer.send(OnGpu(HOME, Queue()), OTHER)  # type: ignore[arg-type]
     assert found.device == OTHER

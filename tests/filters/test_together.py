@@ -154,10 +154,10 @@ def test_a_task_that_nobody_begins_may_be_dropped_or_fail(monkeypatch):
     stacks[0].begin("")
     stacks[1].begin("")
 
-    def broken(found):
+    def broken():
         raise MemoryError("no room for the masks")
 
-    monkeypatch.setattr("exl_filters.together._compute", broken)
+    monkeypatch.setattr("exl_filters.together.executor", broken)
     prefetch_together(stacks[:2], Nobody())
     assert all(np.array_equal(stack.next_mask(), expected) for stack in stacks[:2])
 
@@ -221,7 +221,7 @@ class Recording:
 @pytest.fixture
 def executor(monkeypatch):
     made = Recording()
-    monkeypatch.setattr("exl_filters.together._executors", [made])
+    monkeypatch.setattr("exl_filters.together.executor", lambda: made)
     return made
 
 

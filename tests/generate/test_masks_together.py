@@ -133,10 +133,10 @@ def test_a_failing_task_ends_no_job(early: bool, together: list[int], monkeypatc
     """The masks are then computed one by one."""
     expected = [alone("schema", seed, early) for seed in range(2)]
 
-    def broken(found: Any) -> None:
+    def broken() -> None:
         raise MemoryError("no room for the masks")
 
-    monkeypatch.setattr("exl_filters.together._compute", broken)
+    monkeypatch.setattr("exl_filters.together.executor", broken)
     generator, jobs = generator_of(early), [job("schema", seed) for seed in range(2)]
     generator.enqueue(jobs)
     results = drain(generator)

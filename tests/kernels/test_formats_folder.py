@@ -15,7 +15,7 @@ from exl_kernels import formats
 from exl_kernels.errors import FormatError, UnsupportedError
 from exl_kernels.quantize import command
 from exl_kernels.quantize.folder import quantize_folder
-from exl_kernels.quantize.plans import ATTENTION_ROLES, HEAD_PLANS, MLP_ROLES, OPTIONS, Matrix, Slot, _point, allocate
+from exl_kernels.quantize.plans import ATTENTION_ROLES, HEAD_PLANS, MLP_ROLES, OPTIONS, Matrix, Slot, allocate, point_of
 
 HIDDEN, INNER, KV, VOCAB = 64, 96, 32, 100
 PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -222,7 +222,7 @@ def test_allocation_keeps_the_budget(layers: int, hidden: int, inner: int, bits:
     # The rest buys no slot a better option (one wide slot alone can leave more than a bit per weight).
     left = int(bits * weights) - used
     for slot in slots:
-        points = [_point(slot, i) for i in range(len(slot.options))]
+        points = [point_of(slot, i) for i in range(len(slot.options))]
         taken = next(
             p
             for p, o in zip(points, slot.options, strict=True)

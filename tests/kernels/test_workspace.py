@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from internals import gpu_sleep
@@ -13,12 +15,15 @@ HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
 
 @pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Without a GPU, nothing known yet: whether the current stream is being captured."""
     now = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
-    monkeypatch.setattr(workspace, "_by_stream", {})
-    return now
+    for device in (HERE, ELSEWHERE):
+        forget_workspaces(device)
+    yield now
+    for device in (HERE, ELSEWHERE):
+        forget_workspaces(device)
 
 
 def test_a_stream_finds_its_memory_again_and_a_capture_never_takes_it(capturing: list[bool]) -> None:

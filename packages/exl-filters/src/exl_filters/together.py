@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,17 +27,23 @@ if TYPE_CHECKING:
     from exl_filters.host import FilterStack
     from exl_filters.llg import Matcher
 
-__all__ = ["prefetch_together"]
+__all__ = ["executor", "prefetch_together"]
 
 FEWEST = 2
 """Fewest masks that are computed together."""
 
-_executors: list[Any] = []
 # The answers of `_asks_a_matcher` so far.
 _kinds: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
+
+@cache
+def executor() -> Any:
+    """Return llguidance's executor, whose threads compute the masks of all stacks of this process."""
+    return llguidance().LLExecutor()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_executors.clear)  # the threads exist only in the parent
+    os.register_at_fork(after_in_child=executor.cache_clear)  # the threads exist only in the parent
 
 
 def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
@@ -84,8 +90,7 @@ def _asks_a_matcher(kind: type) -> bool:
 
 
 def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:
-    if not _executors:
-        _executors.append(llguidance().LLExecutor())
+    threads = executor()
     asked, waiting = _without_repeats(found)
     by_width: dict[int, list[tuple[FilterStack, Matcher]]] = {}
     for stack, matcher in asked:
@@ -95,7 +100,7 @@ def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:
         group.sort(key=lambda pair: id(pair[1].lexer))  # one thread gets all matchers of a lexer, so none waits for it
         masks = np.empty((len(group), words), dtype=np.int32)
         wanted = [(matcher.raw, place) for place, (_, matcher) in enumerate(group)]
-        _executors[0].unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * words, len(group))
+        threads.unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * words, len(group))
         each = (time.perf_counter() - began) / len(group)
         for mask, (stack, matcher) in zip(masks, group, strict=True):
             stack.take(matcher, mask, each)

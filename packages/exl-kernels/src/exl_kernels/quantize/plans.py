@@ -14,7 +14,7 @@ from itertools import pairwise
 from ..errors import FormatError
 from ..formats import exl2_groups, exl2_total_bits
 
-__all__ = ["ATTENTION_ROLES", "HEAD_PLANS", "MLP_ROLES", "Matrix", "Slot", "allocate"]
+__all__ = ["ATTENTION_ROLES", "HEAD_PLANS", "MLP_ROLES", "Matrix", "Point", "Slot", "allocate", "point_of"]
 
 ATTENTION_ROLES = ("q", "k", "v", "o")
 MLP_ROLES = ("gate", "up", "down")
@@ -109,7 +109,9 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class Point:
+    """One row of a slot's option table by number: total bits of its matrices, and their expected squared error."""
+
     option: int
     bits: int
     error: float
@@ -132,7 +134,7 @@ def allocate(slots: Sequence[Slot], bits: float) -> dict[str, str]:
     """
     weights = sum(m.weights for slot in slots for m in slot.matrices)
     budget = int(bits * weights)
-    points = [[_point(slot, i) for i in range(len(slot.options))] for slot in slots]
+    points = [[point_of(slot, i) for i in range(len(slot.options))] for slot in slots]
     chosen = [min(p, key=lambda point: (point.bits, point.error)) for p in points]
     left = budget - sum(point.bits for point in chosen)
     if left < 0:
@@ -160,11 +162,12 @@ def allocate(slots: Sequence[Slot], bits: float) -> dict[str, str]:
     }
 
 
-def _point(slot: Slot, option: int) -> _Point:
+def point_of(slot: Slot, option: int) -> Point:
+    """Return the bits and the expected error of a slot's matrices with one row of its option table."""
     plans = slot.options[option]
     bits = sum(exl2_total_bits(plans[m.role], m.in_features, m.out_features) for m in slot.matrices)
     error = sum(m.out_features * _row_error(plans[m.role], m.in_features) for m in slot.matrices)
-    return _Point(option, bits, error)
+    return Point(option, bits, error)
 
 
 def _row_error(plan: str, in_features: int) -> float:
@@ -176,9 +179,9 @@ def _row_error(plan: str, in_features: int) -> float:
     return error
 
 
-def _hull(points: list[_Point]) -> list[_Point]:
+def _hull(points: list[Point]) -> list[Point]:
     """Return the lower convex hull: fewer bits for more error, steepest edge first."""
-    hull: list[_Point] = []
+    hull: list[Point] = []
     for point in sorted(points, key=lambda p: (p.bits, p.error)):
         if hull and point.error >= hull[-1].error:
             continue
@@ -190,9 +193,9 @@ def _hull(points: list[_Point]) -> list[_Point]:
     return hull
 
 
-def _slope(a: _Point, b: _Point) -> float:
+def _slope(a: Point, b: Point) -> float:
     return (a.error - b.error) / (b.bits - a.bits)
 
 
-def _edges(hull: list[_Point]) -> list[tuple[_Point, _Point]]:
+def _edges(hull: list[Point]) -> list[tuple[Point, Point]]:
     return list(pairwise(hull))
