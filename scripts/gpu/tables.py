@@ -32,6 +32,16 @@ STEPS = {
     ("8b", "4.0", "q4", 16384, 1): "8B, 16,384 keys, Q4 cache",
     ("1b", "4.0", "fp16", 256, 1): "TinyLlama 1.1B",
 }
+PROMPTS = {
+    (128, 0, "", False): "128",
+    (512, 0, "", False): "512",
+    (512, 0, "", True): "512, strict",
+    (2048, 0, "", False): "2,048",
+    (2048, 0, "", True): "2,048, strict",
+    (256, 32768, "fp16", False): "256 behind 32,768, FP16 cache",
+    (256, 32768, "q4", False): "256 behind 32,768, Q4 cache",
+}
+"""Prompts with a row: tokens, tokens in the cache, its format, strict mode."""
 DATA_SHEETS = {
     "RTX 3060": 360,
     "RTX 3090": 936,
@@ -46,11 +56,11 @@ STREAMED = 0.93
 """Share of the read bandwidth that kernels reach between the fixed costs of their launches."""
 PREDICTED = (
     "None of these cards has run the code. The figures are for one sequence of the 8B model at 4.0 bpw and 256 keys; "
-    "there are none for prompts, batches or long contexts. They are computed from the H100 that runs the code for "
-    "sm_80 ({date}, {commit}): its step takes {us:,.0f} us and reads {gigabytes:.2f} GB in {launches} launches; "
-    "the card reads {read:,.0f} GB/s, {of_data_sheet:.2f} of its data sheet. Assumed for every card: "
-    "it reads the same share of its data sheet, kernels use {streamed} of that, and a launch costs {launch_us:.1f} us, "
-    "which is the rest of the H100's step. `exl bench --report` measures yours."
+    "nothing predicts prompts, batches or long contexts. The H100 that runs the code for sm_80 ({date}, {commit}) "
+    "takes {us:,.0f} us a step, reads {gigabytes:.2f} GB in {launches} launches, and reaches {read:,.0f} GB/s in a "
+    "plain read, {of_data_sheet:.2f} of its data sheet. Assumed for every card: the same share of its data sheet, of "
+    "which kernels use {streamed}, and {launch_us:.1f} us a launch, the rest of the H100's step. "
+    "`exl bench --report` measures yours."
 )
 HEADLINE = (
     ("8B, 1 sequence", "1 sequence"),
@@ -60,12 +70,12 @@ HEADLINE = (
     ("8B, 16,384 keys", "1 sequence, context 16,384"),
 )
 """Rows of README's table: the name that STEPS has, and README's."""
-REFERENCES = ("greedy-twice", "greedy-peaked", "draft-alone")
-"""Features that only serve as references of others, and so have no row."""
+UNSHOWN = ("greedy-twice", "greedy-peaked", "draft-alone", "chat")
+"""Features without a row: references of others, and samplers whose logits are unlike a model's."""
 
 
 def table(title: str, head: str, rows: Iterable[str], lines: Iterable[Line]) -> list[str]:
-    """A heading, a Markdown table and the runs that its `lines` come from."""
+    """A heading, a Markdown table and the dates of its `lines`."""
     return [f"## {title}", "", head, "|---" * (head.count("|") - 1) + "|", *rows, "", runs(lines), ""]
 
 
@@ -76,13 +86,12 @@ def short(gpu: str) -> str:
 
 
 def runs(lines: Iterable[Line]) -> str:
-    """A sentence with the dates and commits of the lines, card by card. Each line in benchmarks/results has its own."""
-    found: dict[str, dict[str, None]] = {}
-    for line in sorted(lines, key=lambda d: ("H200" not in d["gpu"], d["gpu"], d.get("date") or "", d["commit"])):
-        run = f"{line.get('date') or 'no date'} ({line['commit'][:8]})"
-        found.setdefault(short(line["gpu"]), {})[run] = None
-    cards_runs = [f"{gpu} {', '.join(of_gpu)}" for gpu, of_gpu in found.items()]
-    return f"Measured: {'; '.join(cards_runs)}."
+    """Return the dates of the lines, card by card. Each line in benchmarks/results has its own, and its commit."""
+    found: dict[str, list[str]] = {}
+    for line in sorted(lines, key=lambda d: ("H200" not in d["gpu"], d["gpu"], d.get("date") or "")):
+        found.setdefault(short(line["gpu"]), []).append(line.get("date") or "no date")
+    dates = [f"{gpu} {' to '.join(dict.fromkeys((days[0], days[-1])))}" for gpu, days in found.items()]
+    return f"Measured: {'; '.join(dates)}."
 
 
 def cards(lines: list[Line]) -> list[str]:
@@ -120,6 +129,12 @@ def other_engine(lines: list[Line], name: str) -> tuple[str, str]:
     return (f"{float(speed.split(' ')[0]):,.0f}" if speed else "", engine)
 
 
+def target_of_step(line: Line) -> str:
+    """Return the target that a step misses: of the bandwidth, or else tokens per second."""
+    share = 100 * (line.get("target_share") or 0)
+    return f"{share:.0f} %" if line["pct_of_read_roof"] < share else f"{line['target_tok_s']:,.0f} tok/s"
+
+
 def steps(lines: list[Line]) -> list[str]:
     """Whole decode steps."""
 
@@ -127,7 +142,8 @@ def steps(lines: list[Line]) -> list[str]:
         if line is None:
             return ""
         through = f"{line['generator_tok_s']:,.0f}" if line.get("generator_tok_s") is not None else "-"
-        return f"{line['p50_us']:,.0f} / {through} / {line['pct_of_read_roof']:.0f} %"
+        missed = f" (target: {target_of_step(line)})" if line.get("target_met") is False else ""
+        return f"{line['p50_us']:,.0f} / {through} / {line['pct_of_read_roof']:.0f} %{missed}"
 
     found = whole_steps(lines)
     gpus = cards(flat(found))
@@ -189,7 +205,7 @@ def headline(files: list[Path]) -> str:
 
 
 def prompts(lines: list[Line]) -> list[str]:
-    """Prompts of 8B at 4.0 bpw; those behind cached tokens until they are stored, as the generator runs them."""
+    """The PROMPTS of 8B at 4.0 bpw; those behind cached tokens until they are stored, as the generator runs them."""
 
     def case(line: Line) -> tuple[int, int, str, bool]:
         past = line.get("past", 0)
@@ -200,60 +216,52 @@ def prompts(lines: list[Line]) -> list[str]:
             return ""
         return f"{line['tokens'] / line['store_us'] * 1e6 if line.get('past') else line['tok_s']:,.0f}"
 
-    found = last(lines, case)
-    gpus = cards(lines)
+    found = last((line for line in lines if case(line) in PROMPTS), case)
+    gpus = cards(flat(found))
     return table(
         "Prompts",
-        f"| tokens, Llama 8B, 4.0 bpw | {' | '.join(f'{short(gpu)}: tok/s' for gpu in gpus)} |",
+        f"| tokens | {' | '.join(f'{short(gpu)}: tok/s' for gpu in gpus)} |",
         (
-            f"| {tokens:,}"
-            f"{f' behind {past:,}, {cache} cache' if past else ''}{', strict' if strict else ''} | "
-            f"{' | '.join(speed(of_case.get(gpu)) for gpu in gpus)} |"
-            for (tokens, past, cache, strict), of_case in sorted(found.items())
+            f"| {name} | {' | '.join(speed(found[shape].get(gpu)) for gpu in gpus)} |"
+            for shape, name in PROMPTS.items()
+            if shape in found
         ),
         flat(found),
     )
 
 
 def families(lines: list[Line]) -> list[str]:
-    """Steps and prompts of model families. Lines whose figures were extrapolated from fewer layers are left out."""
-    whole = [d for d in lines if not d.get("extrapolated")]
-    batches = sorted({d["batch"] for d in whole if d.get("batch") is not None})
-    names = sorted({(d["family"], d["layers"]) for d in whole})
-    heads, columns, shown = [], [], list[Line]()
-    for gpu in cards(whole):
-        found = {(d["family"], d["layers"], d.get("batch")): d for d in whole if d["gpu"] == gpu}
-        prompt = {(d["family"], d["layers"]): d for d in whole if d["gpu"] == gpu and d.get("prompt_tok_s") is not None}
-        shown += [*found.values(), *prompt.values()]
-        heads += [f"{short(gpu)}: us a step", "prompt, tok/s"]
-        twins = any(d.get("share_of_twin") for d in found.values())
-        if twins:
-            heads.append("share of its Llama's")
-        column = []
-        for name in names:
-            of_row = [found.get((*name, batch)) for batch in batches]
-            of_steps = [f"{d['p50_us']:,.0f}" if d is not None else "-" for d in of_row]
-            text = " / ".join(of_steps) if any(of_row) else ""
-            speed = f"{prompt[name]['prompt_tok_s']:,.0f}" if name in prompt else ""
-            shares = [d.get("share_of_twin") if d is not None else None for d in of_row]
-            of_twin = " / ".join("-" if share is None else f"{share:.2f}" for share in shares) if any(shares) else ""
-            column.append(" | ".join([text, speed, *([of_twin] if twins else [])]))
-        columns.append(column)
-    sequences = " / ".join(map(str, batches))
+    """Steps and prompts of model families on the fastest card, for families with both.
+
+    Lines whose figures were extrapolated from fewer layers are left out.
+    """
+    gpu = cards(lines)[0]
+    whole = [d for d in lines if d["gpu"] == gpu and not d.get("extrapolated")]
+    prompt = {(d["family"], d["layers"]): d for d in whole if d.get("prompt_tok_s") is not None}
+    found = {(d["family"], d["layers"], d["batch"]): d for d in whole if d.get("batch") is not None}
+    shown = {key: d for key, d in found.items() if key[:2] in prompt}
+    batches = sorted({batch for *_, batch in shown})
+
+    def cell(name: tuple[str, int], key: str, form: str) -> str:
+        values = [shown.get((*name, batch), {}).get(key) for batch in batches]
+        return " / ".join("-" if value is None else f"{value:{form}}" for value in values) if any(values) else ""
+
     return table(
         "Model families",
-        f"| family, layers, steps of {sequences} sequences | {' | '.join(heads)} |",
+        f"| family, layers ({short(gpu)}) | us a step of {' / '.join(map(str, batches))} sequences | "
+        "share of its Llama's | prompt, tok/s |",
         (
-            f"| {family}, {layers} | {' | '.join(cells)} |"
-            for (family, layers), *cells in zip(names, *columns, strict=True)
+            f"| {name[0]}, {name[1]} | {cell(name, 'p50_us', ',.0f')} | {cell(name, 'share_of_twin', '.2f')} | "
+            f"{line['prompt_tok_s']:,.0f} |"
+            for name, line in sorted(prompt.items())
         ),
-        shown,
+        [*shown.values(), *prompt.values()],
     )
 
 
 def features(lines: list[Line]) -> list[str]:
     """Features through the generator, as a share of the speed of what they are compared with."""
-    found = {(d["gpu"], d["batch"], d["feature"]): d for d in lines if d["feature"] not in REFERENCES}
+    found = {(d["gpu"], d["batch"], d["feature"]): d for d in lines if d["feature"] not in UNSHOWN}
     places = sorted({key[:2] for key in found}, key=lambda place: ("H200" not in place[0], place))
     names = sorted(dict.fromkeys(d["feature"] for d in found.values()), key=lambda name: name != "greedy")
     abouts = {d["feature"]: d["about"] for d in lines}
@@ -263,7 +271,8 @@ def features(lines: list[Line]) -> list[str]:
         if line is None:
             return ""
         ratio = line.get("ratio_vs_reference")
-        return f"{line['us']:,.0f} us" if ratio is None else f"{ratio:.2f}"
+        missed = f" (target: {line['target']})" if line.get("target_met") is False else ""
+        return f"{line['us']:,.0f} us" if ratio is None else f"{ratio:.2f}{missed}"
 
     rows = []
     for name in names:
@@ -293,23 +302,21 @@ def http(lines: list[Line]) -> list[str]:
 
 
 def devices(lines: list[Line]) -> list[str]:
-    """Steps and prompts on several GPUs, each beside one card in the same run."""
-    found = {
-        ("H200" not in d["gpu"], len(d["model_shape"]), d["topology"], d.get("tokens", 0), d["batch"]): d
-        for d in lines
-        if d["topology"] != "1"
-    }
-    return table(
-        "Several GPUs",
-        "| Llama, 4.0 bpw | tok/s | of one card |",
-        (
-            f"| {d['model_shape'].upper()}, {d['topology']}, "
-            f"{f'prompt of {tokens:,}' if tokens else f'{batch} sequence' + 's' * (batch > 1)}, "
-            f"{short(d['gpu'])} | {d['tok_s']:,.0f} | {d['share_of_one']:.2f} |"
-            for (_, _, _, tokens, batch), d in sorted(found.items(), key=lambda item: item[0])
-        ),
-        found.values(),
-    )
+    """Steps and prompts on several GPUs beside one card in the same run. A row has each way to divide a model."""
+    found: dict[tuple[bool, int, int, int], dict[str, Line]] = {}
+    for d in lines:
+        if d["topology"] != "1":
+            place = ("H200" not in d["gpu"], len(d["model_shape"]), d.get("tokens", 0), d["batch"])
+            found.setdefault(place, {})[d["topology"]] = d
+    ways = sorted({way for of_row in found.values() for way in of_row})
+    rows = []
+    for (_, _, tokens, batch), of_row in sorted(found.items()):
+        any_line = next(iter(of_row.values()))
+        work = f"prompt of {tokens:,}" if tokens else f"{batch} sequence" + "s" * (batch > 1)
+        cells = [f"{of_row[w]['tok_s']:,.0f} / {of_row[w]['share_of_one']:.2f}" if w in of_row else "" for w in ways]
+        rows.append(f"| {short(any_line['gpu'])}, {any_line['model_shape'].upper()}, {work} | {' | '.join(cells)} |")
+    head = f"| card, Llama at 4.0 bpw | {' | '.join(f'{way}: tok/s / of one card' for way in ways)} |"
+    return table("Several GPUs", head, rows, [d for of_row in found.values() for d in of_row.values()])
 
 
 def lines_of(file: Path) -> list[Line]:

@@ -112,7 +112,7 @@ def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path:
     assert "| 8B, 1 sequence | 2,000 / 700 / 50 % |" in text
 
 
-def test_a_table_ends_with_the_dates_and_commits_of_its_runs(tmp_path: Path) -> None:
+def test_a_table_ends_with_the_dates_of_its_runs(tmp_path: Path) -> None:
     eight = {**STEP, "bs": 8, "date": "2026-11-23", "commit": "feed5" * 8}
     older = {**eight, "date": "2026-11-22", "commit": "0ld"}
     other = {**STEP, "gpu": "NVIDIA H200"}
@@ -120,16 +120,22 @@ def test_a_table_ends_with_the_dates_and_commits_of_its_runs(tmp_path: Path) -> 
     assert "| step | H200: us / tok/s / bandwidth | H100: us / tok/s / bandwidth | fastest" in text
     assert "| 8B, 1 sequence | 2,000 / 490 / 50 % | 2,000 / 490 / 50 % |" in text
     assert "| 8B, 8 sequences |  | 2,000 / 490 / 50 % |" in text
-    assert "Measured: H200 2026-11-22 (c0ffee); H100 2026-11-22 (c0ffee), 2026-11-23 (feed5fee)." in text
+    assert "Measured: H200 2026-11-22; H100 2026-11-22 to 2026-11-23." in text
 
 
-def test_families_have_a_row_for_each_and_leave_extrapolated_lines_out(tmp_path: Path) -> None:
+def test_families_with_steps_and_a_prompt_have_a_row_on_the_fastest_card(tmp_path: Path) -> None:
     line = {**ABOUT, "bench": "families", "family": "gemma2-9b", "layers": 8, "batch": 1, "p50_us": 600.0}
     prompt = {**ABOUT, "bench": "families", "family": "gemma2-9b", "layers": 8, "prompt": 2048, "prompt_tok_s": 9e4}
     guess = {**line, "family": "mixtral-8x7b", "extrapolated": True}
-    text, _ = tables(write(tmp_path / "a.jsonl", line, {**line, "batch": 8, "p50_us": 800.0}, prompt, guess))
-    assert "| gemma2-9b, 8 | 600 / 800 | 90,000 |" in text
+    twin = {**line, "batch": 32, "p50_us": 900.0, "share_of_twin": 0.955}
+    step_alone = {**line, "family": "qwen3-14b"}
+    lines = (line, {**line, "batch": 8, "p50_us": 800.0}, twin, prompt, guess, step_alone)
+    text, _ = tables(write(tmp_path / "a.jsonl", *lines, {**prompt, "gpu": "NVIDIA H200", "prompt_tok_s": 9.5e4}))
+    assert "| gemma2-9b, 8 |  |  | 95,000 |" in text
+    text, _ = tables(write(tmp_path / "a.jsonl", *lines))
+    assert "| gemma2-9b, 8 | 600 / 800 / 900 | - / - / 0.95 | 90,000 |" in text
     assert "mixtral" not in text
+    assert "qwen3" not in text
 
 
 def test_cards_that_were_not_measured_are_predicted_from_the_last_step_of_the_code_for_sm_80(tmp_path: Path) -> None:
@@ -137,7 +143,7 @@ def test_cards_that_were_not_measured_are_predicted_from_the_last_step_of_the_co
     old = {**STEP, "gpu": f"{STEP['gpu']}, code for sm_80", "bytes_per_step": 14e8, "roof_gb_s": 3352.0, "nodes": 200}
     step = {**old, "p50_us": 14e8 / (0.93 * 3352e3) + 200, "date": "2026-11-24"}
     text, _ = tables(write(tmp_path / "a.jsonl", step, old))
-    assert "a launch costs 1.0 us" in text
+    assert "and 1.0 us a launch" in text
     for card, bandwidth in (("RTX 3090", 936), ("A100 80 GB", 2039)):
         ms = 14e8 / (0.93 * bandwidth * 1e6) + 0.2
         assert f"| {card} | {bandwidth:,} | {ms:.1f} | {1e3 / ms:,.0f} |" in text
@@ -192,9 +198,9 @@ def test_features_are_a_share_of_the_speed_of_what_they_are_compared_with(tmp_pa
     twice = {**line, "feature": "greedy-twice", "about": "greedy, twice the sequences", "ratio_vs_reference": 0.8}
     cfg = {**line, "feature": "cfg", "about": "CFG", "ratio_vs_reference": 0.9, "reference_name": "greedy-twice"}
     other_card = {**cfg, "gpu": None, "ratio_vs_reference": 0.1}
-    wide = {**cfg, "batch": 32, "ratio_vs_reference": 0.7}
+    wide = {**cfg, "batch": 32, "ratio_vs_reference": 0.7, "target": 0.85, "target_met": False}
     text, _ = tables(write(tmp_path / "features.jsonl", cfg, wide, twice, greedy, other_card))
-    assert "| greedy |  | 1,500 us |  |\n| CFG | greedy, twice the sequences | 0.90 | 0.70 |" in text
+    assert "| greedy |  | 1,500 us |  |\n| CFG | greedy, twice the sequences | 0.90 | 0.70 (target: 0.85) |" in text
     assert "| greedy, twice the sequences |" not in text.replace("| CFG | greedy, twice the sequences |", "")
 
 
@@ -209,7 +215,19 @@ def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) ->
     short = {**prompt, "tokens": 512, "tok_s": 22e3}
     text, _ = tables(write(tmp_path / "a.jsonl", served, one, large, two, prompt, short))
     assert "| H100, 8b, 64, 256, 128 | 4,414 | 4,481 | 0.98 | 53 |" in text
-    assert (
-        "| 8B, split 2, prompt of 512, H100 | 22,000 | 1.00 |\n| 8B, split 2, prompt of 2,048, H100 | 36,000 |" in text
+    assert "| card, Llama at 4.0 bpw | split 2: tok/s / of one card | tp 2: tok/s / of one card |" in text
+    rows = (
+        "8B, 1 sequence |  | 710 / 1.21",
+        "8B, prompt of 512 | 22,000 / 1.00 | ",
+        "8B, prompt of 2,048 | 36,000 / 1.00 | ",
     )
-    assert "| 8B, tp 2, 1 sequence, H100 | 710 | 1.21 |\n| 70B, tp 2, 1 sequence, H100 | 145 | 1.51 |" in text
+    assert "\n".join(f"| H100, {row} |" for row in (*rows, "70B, 1 sequence |  | 145 / 1.51")) in text
+
+
+def test_targets_that_a_step_misses_are_shown(tmp_path: Path) -> None:
+    share = {**STEP, "target_met": False, "target_share": 0.68}
+    speed = {**STEP, "bs": 8, "target_met": False, "target_tok_s": 4000, "target_share": 0.4}
+    text, _ = tables(write(tmp_path / "a.jsonl", share, speed, {**STEP, "bs": 32, "target_met": True}))
+    assert "| 8B, 1 sequence | 2,000 / 490 / 50 % (target: 68 %) |" in text
+    assert "| 8B, 8 sequences | 2,000 / 490 / 50 % (target: 4,000 tok/s) |" in text
+    assert "| 8B, 32 sequences | 2,000 / 490 / 50 % |" in text
