@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from architecture_choices import ARCHITECTURE, NAMES_ARCHITECTURES, architecture_errors
-from private_names import private_errors
+from private_names import MOST_PRIVATE_LINES, private_errors, private_lines
 from python_names import aliases, given_names, identifier, nodes, outside_calls, sides
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -466,7 +466,7 @@ def by_name(name: str, source: str) -> Iterator[str]:
 
 def findings() -> tuple[list[str], list[str]]:
     """(errors, questions) about the tracked files."""
-    errors, questions = [], []
+    errors, questions, private = [], [], 0
     sources: dict[str, str] = {}
     if len(LONG_FUNCTIONS) > MOST_LONG_FUNCTIONS:
         errors.append(f"LONG_FUNCTIONS has {len(LONG_FUNCTIONS)} names, at most {MOST_LONG_FUNCTIONS}: split new ones")
@@ -485,6 +485,7 @@ def findings() -> tuple[list[str], list[str]]:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if name.startswith("tests/") and path.suffix == ".py":
             errors += private_errors(name, text)
+            private += len(private_lines(text))
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
             errors += long_functions(name, text) + row_errors(name, text) + untyped(name, text)
             errors += [*by_name(name, text), *architecture_errors(name, text)]
@@ -497,6 +498,8 @@ def findings() -> tuple[list[str], list[str]]:
             errors.append(f"{name}: {lines} lines; at most {LINES[name]}")
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and lines > LONG:
             questions.append(f"{name}: {lines} lines; is it still about one thing?")
+    if private > MOST_PRIVATE_LINES:
+        errors.append(f"tests use private names in {private} lines, at most {MOST_PRIVATE_LINES}: use public ones")
     return errors + limit_errors(sources), questions
 
 

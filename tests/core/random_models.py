@@ -14,6 +14,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.device import GIB, devices
 from exl_core.layers import Attention, Embedding, FeedForward, LayerNorm, Module, Norm, PositionEmbedding, build_modules
 from exl_core.loading.plan import plan_modules
+from exl_core.placement import Placement
 from exl_kernels.safetensors_file import write_safetensors
 
 __all__ = ["loaded_on", "loaded_over", "split_over_two", "write_random_model"]
@@ -83,7 +84,9 @@ def loaded_over(model: ExLlamaV2, first: str, *others: tuple[int, str]) -> ExLla
     names = [first] * count
     for begin, name in others:
         names[begin:] = [name] * (count - begin)
-    model._place(names)  # noqa: SLF001
+    model.placement = Placement(names, model.config.arch.float_residual)
+    model.device = model.placement.device(count - 1)
+    model.set_cache_map()
     for index in range(count):
         model.load_module(index)
     return model

@@ -422,5 +422,13 @@ def test_private_names_in_tests_are_found(tree: ModuleType, code: str, names: li
 
 
 def test_private_names_that_are_allowed_are_still_used(tree: ModuleType) -> None:
-    (error,) = tree.private_errors("tests/internals.py", "")
-    assert "_runner any more" in error
+    (error,) = tree.private_errors("tests/core/test_ways.py", "")
+    assert "_native_experts any more" in error
+
+
+def test_lines_of_tests_with_private_names_are_counted(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = "SLF001"  # apart, for this line would count
+    code = f'a = x._y  # noqa: {rule}\nmonkeypatch.setattr(module, "_places", 1)\nb = x.y\n'
+    assert tree.private_lines(code) == {1, 2}
+    monkeypatch.setattr(tree, "MOST_PRIVATE_LINES", 1)
+    assert any(error.startswith("tests use private names in ") for error in tree.findings()[0])
