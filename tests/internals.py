@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from exl_generate.dynamic.draft_model import ModelDrafter
-
 
 def engine_of(generator: Any) -> Any:
     """The engine of a generator: tests replace its `step` to raise in the middle of an iteration."""
@@ -16,6 +14,8 @@ def engine_of(generator: Any) -> Any:
 
 def prelaunch(generator: Any, on: bool) -> None:
     """Have the next step launched before tokens are known, or not: only a GPU does so by default."""
+    from exl_generate.dynamic.draft_model import ModelDrafter  # tests of other packages run without it
+
     engine_of(generator)._runner.asynchronous = on  # noqa: SLF001
     drafter = generator.drafter
     if isinstance(drafter, ModelDrafter):
