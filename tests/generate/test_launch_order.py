@@ -12,6 +12,7 @@ from prelaunched import CONFIG, TOKENIZER, Device, Even, OneBuffer, Preparing
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import draft_model_dir
+from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.dynamic.prelaunched_step import PrelaunchedStep
 from exl_generate.testing import (
@@ -147,9 +148,15 @@ def cycle(context: Any) -> int:
     return 3 + (int(context[-1]) - 2) % 4
 
 
-def drafting(patch: pytest.MonkeyPatch) -> Stage:
-    """Drafts of three tokens from the text. `events` also has each acceptance of a token."""
-    stage = Stage(patch, script=cycle, use_ngram_draft=True, num_draft_tokens=3)
+def drafting(patch: pytest.MonkeyPatch, drafter: str) -> Stage:
+    """Drafts of three tokens from the text or by a model. `events` also has each acceptance of a token."""
+    more: dict[str, Any] = {"use_ngram_draft": True}
+    if drafter == "model":
+        draft = Preparing(CONFIG)
+        draft.script = cycle
+        patch.setattr(draft_model, "launch", Device([]).launch)
+        more = {"draft_model": draft, "draft_cache": ScriptedCache(draft, max_seq_len=160)}
+    stage = Stage(patch, script=cycle, num_draft_tokens=3, **more)
     stage.generator.drafter.length = FixedDraftLength(3)
     accept = ExLlamaV2DynamicJob.accept
 
@@ -161,8 +168,11 @@ def drafting(patch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
-def test_a_step_with_drafts_is_launched_before_jobs_accept_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = drafting(monkeypatch)
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_a_step_with_drafts_is_launched_before_jobs_accept_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    stage = drafting(monkeypatch, drafter)
     job = stage.add([3, 4, 5, 6] * 3, 30)
     stage.round()
     passes = stage.model.steps
@@ -173,9 +183,10 @@ def test_a_step_with_drafts_is_launched_before_jobs_accept_their_tokens(monkeypa
     assert stage.tokens(job) == [3 + at % 4 for at in range(30)]
 
 
-def test_a_stop_string_leaves_the_row_of_its_job_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_a_stop_string_leaves_the_row_of_its_job_unused(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """The samples do not tell the host that a job ends; the row of the other job is right all the same."""
-    stage = drafting(monkeypatch)
+    stage = drafting(monkeypatch, drafter)
     ended = stage.add([3, 4, 5, 6] * 3, 40, stop_conditions=["cababcabab"])
     other = stage.add([4, 5, 6, 3] * 3, 40)
     while not ended.is_finished:

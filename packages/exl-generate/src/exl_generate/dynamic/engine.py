@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.snapshot import Counters
-from exl_generate.dynamic.speculation import ALL_ACCEPTED, Drafter, Drafts, Unaccepted
+from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_generate.errors import NonFiniteLogitsError
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, LaunchedDraws, Sample, launch_draws
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-def _filled(last: int, guesses: list[int], length: int) -> list[int]:
-    """Return the ids of a window behind its first one: the guesses, and the `last` token up to `length` ids in all."""
+def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[int]:
+    """Return the ids of a window behind its first one: the guesses, and the last token up to `length` ids in all."""
     missing = length - 1 - len(guesses)
-    return [*guesses, *[last] * missing] if missing > 0 else guesses
+    return [*guesses, *[int(job.sequence.ids[-1])] * missing] if missing > 0 else guesses
 
 
 class JobStep:
@@ -46,7 +45,7 @@ class JobStep:
         """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
         self.decoder = job.decoder
-        filled = _filled(int(job.sequence.ids[-1]), guesses, length) if length else guesses
+        filled = _filled(job, guesses, length) if length else guesses
         self.windows = [Window(sequence, filled, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
@@ -168,8 +167,8 @@ class Engine:
       knows neither them nor whether a job ends.
     - `_prelaunch_known`: once the host has read the tokens, for a step without a captured graph, or with a row that the
       GPU did not sample after all. No step is launched for jobs that all end.
-    - `_prelaunch_drafts`: once the host has read the tokens, since draft tokens are looked up behind them, but before
-      jobs accept them and make text of them. A draft model guesses only behind accepted tokens.
+    - `_prelaunch_drafts`: once the host has read the tokens, since draft tokens follow them, but before the jobs accept
+      them and make text of them. It launches behind that where the samples alone do not tell what jobs accept.
 
     Args:
         scheduler: Chooses the running jobs.
@@ -297,7 +296,7 @@ class Engine:
         length = self._length(ready, drafts) if drafts else 0
         return [JobStep(job, drafts.get(job, []), length) for job in ready]
 
-    def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, unaccepted: Unaccepted = ALL_ACCEPTED) -> int:
+    def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
         """Return the length that the windows of these jobs are filled up to; 0 to leave them as they are.
 
         A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
@@ -308,18 +307,14 @@ class Engine:
         if longest == 1:
             return 0
         rows = longest * sum(len(job.sequences) for job in jobs)
-        fits = rows <= FILLED_ROWS and all(
-            min(job.pages.room, job.remaining_tokens - 1) - len(unaccepted.get(job, ())) >= longest - 1 for job in jobs
-        )
+        fits = rows <= FILLED_ROWS and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
         return longest if fits else 0
 
-    def _propose(
-        self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False, unaccepted: Unaccepted = ALL_ACCEPTED
-    ) -> Drafts:
+    def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
         if not self._drafter.most:
             return {}
         # A hook may see how many rows a step has: that must not depend on a clock.
-        return self._drafter.propose(jobs, self._runner.hooked, prelaunched, unaccepted)
+        return self._drafter.propose(jobs, self._runner.hooked, prelaunched)
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
         """Refresh the job's settings and start its filters in the pool; False if the job fails."""
@@ -366,10 +361,10 @@ class Engine:
                 self._measure(steps, began)  # the sampler has waited for the logits
             if first and self._drafter.most:
                 self._collected = self._drafter.length.clock()
-                if self._prelaunched is not None:
-                    self._prelaunched.began = self._collected
-                elif self._drafter.takes_unaccepted:
+                if self._prelaunched is None:
                     self._prelaunch_predicted(launched, places)
+                else:
+                    self._prelaunched.began = self._collected
             # With draft tokens the GPU waits for the host: results then make their tensors of ids.
             with_ids = len(drawn) == len(places)
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
@@ -393,16 +388,13 @@ class Engine:
         return found if self._prelaunched else []
 
     def _prelaunched_step(
-        self,
-        jobs: list[ExLlamaV2DynamicJob],
-        windows: list[list[int]] | None = None,
-        unaccepted: SequenceOf[int] = (),
+        self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None
     ) -> PrelaunchedStep | None:
         """Prepare the next step of these jobs; None where they need several passes."""
         sequences = [sequence for job in jobs for sequence in job.sequences]
         if not self._runner.may_share_a_pass(sequences, len(sequences) * (1 if windows is None else len(windows[0]))):
             return None
-        return PrelaunchedStep(self._runner, [job.sequences for job in jobs], windows, unaccepted)
+        return PrelaunchedStep(self._runner, [job.sequences for job in jobs], windows)
 
     def _prelaunch_known(
         self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool
@@ -436,43 +428,47 @@ class Engine:
             if stacks:
                 attempt(lambda: prefetch_together(stacks, pool()))
         if self._prelaunched is None and self._drafts is None and self._drafter.most:
-            self._prelaunch_drafts({step.job: [] for step in steps if not step.job.is_finished})
+            self._prelaunch_drafts([step.job for step in steps if not step.job.is_finished])
 
     def _prelaunch_predicted(self, launched: LaunchedDraws, places: dict[JobStep, range]) -> None:
-        """Launch the next step for the tokens that the jobs will most likely accept.
+        """Launch the next step for the tokens that jobs will most likely accept, as `_prelaunch_drafts`.
 
         What else may happen to a job, such as a stop string, leaves its row unused: `PrelaunchedStep.serve` compares.
         """
-        unaccepted: Drafts = {}
+        if not self._runner.asynchronous:
+            return
+        predicted: Drafts = {}
         for step, own in places.items():
             tokens = step.predicted([launched.token(at) for at in own])
             if tokens is None:
                 return
             if tokens:
-                unaccepted[step.job] = tokens
-        self._prelaunch_drafts(unaccepted)
+                predicted[step.job] = tokens
+        extended: Drafts = {}
+        try:
+            for job, tokens in predicted.items():
+                extended[job] = tokens
+                job.pages.extend(tokens)
+            self._prelaunch_drafts(list(predicted))
+        finally:
+            for job, tokens in extended.items():
+                job.pages.shorten(len(tokens))
 
-    def _prelaunch_drafts(self, unaccepted: Drafts) -> None:
-        """Look up draft tokens for these jobs and launch the next step, before the results of this one are delivered.
-
-        unaccepted: The tokens of each job that precede its draft tokens, those which it has accepted left out.
-        """
-        jobs = list(unaccepted)
+    def _prelaunch_drafts(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
+        """Look up draft tokens for these jobs and launch the next step, before results of this one are delivered."""
         if not jobs or not self._runner.asynchronous:
             return
-        if any(job.paused or not predictable(job, missing=len(tokens)) for job, tokens in unaccepted.items()):
+        if not all(not job.paused and predictable(job, missing=0) for job in jobs):
             return
-        found = attempt(lambda: self._propose(jobs, unaccepted=unaccepted))
+        found = attempt(lambda: self._propose(jobs))
         if found is None:
             return
         drafts = {job: found.get(job, []) for job in jobs}
-        length = self._length(jobs, drafts, unaccepted)
+        length = self._length(jobs, drafts)
         self._drafts = drafts, length
-        last = [tokens[-1] if tokens else int(job.sequence.ids[-1]) for job, tokens in unaccepted.items()]
-        windows = [[token, *_filled(token, drafts[job], length)] for job, token in zip(jobs, last, strict=True)]
+        windows = [[int(job.sequence.ids[-1]), *_filled(job, drafts[job], length)] for job in jobs]
         if len({len(window) for window in windows}) == 1:
-            missing = [len(tokens) for tokens in unaccepted.values()]
-            self._prelaunched = attempt(lambda: self._prelaunched_step(jobs, windows, missing))
+            self._prelaunched = attempt(lambda: self._prelaunched_step(jobs, windows))
             if self._prelaunched is not None:
                 self._prelaunched.began = self._collected + self._drafter.seconds  # `_measure` adds them
                 self._prelaunched.launch_known()

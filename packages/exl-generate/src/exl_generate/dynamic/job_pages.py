@@ -77,6 +77,16 @@ class JobPages:
         for sequence in self.sequences:
             sequence.append(token)
 
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens that the job has not accepted; `shorten` before it accepts any."""
+        for token in tokens:
+            self.append(token)
+
+    def shorten(self, count: int) -> None:
+        """Remove the last `count` tokens of every sequence; no K/V of theirs are known."""
+        for sequence in self.sequences:
+            sequence.length -= count
+
     def rewind(self, count: int) -> None:
         """Remove the last `count` tokens of every sequence, with their K/V."""
         for sequence in self.sequences:

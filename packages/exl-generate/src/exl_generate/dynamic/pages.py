@@ -225,6 +225,7 @@ class PageTable:
             self._hide(page)
         if page.ref_count > 0:
             return
+        page.drafted = min(page.drafted, page.valid)  # the next user of the page may have other ids from there on
         if page.broken or page.parent is None or (page.valid == self.page_size and page.label is None):
             self._forget(page)  # without a known prefix, or a private duplicate of a published page
         if page.valid < self.page_size:

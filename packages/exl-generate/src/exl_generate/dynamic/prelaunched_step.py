@@ -1,8 +1,7 @@
 """Prelaunched steps: prepare the next decode step while the current one runs, and launch it before the host sees the
 tokens.
 
-A step with draft tokens is launched once the host has read the tokens before it, and where a draft model guesses, once
-the host has accepted them.
+A step with draft tokens is launched once the host has read the tokens before it.
 
 Pages, positions and the captured graph are known beforehand; the tokens go from the sampler to the model without
 leaving the GPU. Where the step is not a captured graph, or a row was not sampled on the GPU, the host passes the tokens
@@ -69,15 +68,10 @@ class PrelaunchedStep:
         jobs: The sequences of each job; all of a job's sequences get the same tokens.
         windows: The ids that each job evaluates, equally many: its last token and its draft tokens. None: one token
             each, which is still to be sampled.
-        unaccepted: The number of each job's tokens that its sequences lack, with the first one of its window.
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        jobs: SequenceOf[SequenceOf[Sequence]],
-        windows: list[list[int]] | None = None,
-        unaccepted: SequenceOf[int] = (),
+        self, runner: Runner, jobs: SequenceOf[SequenceOf[Sequence]], windows: list[list[int]] | None = None
     ) -> None:
         self._runner = runner
         # The first sequence of every job, whose rows the sampler fills in, then the others.
@@ -90,8 +84,6 @@ class PrelaunchedStep:
         self._windows = windows or []
         self._length = 1 if windows is None else len(windows[0])
         self._positions = [len(sequence) - (windows is not None) for sequence in self._sequences]
-        if unaccepted:
-            self._positions = [at + unaccepted[job] for at, job in zip(self._positions, self._job_of, strict=True)]
         self._logits: torch.Tensor | None = None
         self._own_logits = False  # no later pass of the model writes over them
         self._ids: torch.Tensor | None = None  # of all rows, which `launch` completes

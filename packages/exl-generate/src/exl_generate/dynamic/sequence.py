@@ -146,19 +146,14 @@ class Sequence:
     def append(self, token: int) -> None:
         """Append a generated id."""
         if self.length == len(self._buffer):
-            self._grow(1)
+            more = np.zeros(max(256, self.length), dtype=np.int64)
+            one = self._keys is self._buffer
+            self._buffer = np.concatenate([self._buffer, more])
+            self._keys = self._buffer if one else np.concatenate([self._keys, more])
         self._buffer[self.length] = token
         if self._keys is not self._buffer:
             self._keys[self.length] = token
         self.length += 1
-
-    def followed_by(self, tokens: list[int]) -> Ids:
-        """Return all ids so far and `tokens` behind them, as a view that the next change of the sequence ends."""
-        end = self.length + len(tokens)
-        if end > len(self._buffer):
-            self._grow(len(tokens))
-        self._buffer[self.length : end] = tokens
-        return self._buffer[:end]
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
@@ -352,13 +347,6 @@ class Sequence:
                 self._pages.adopt(self.allocated_pages[k + 1], label)
 
     # ---- internals -------------------------------------------------------------------------------------------------
-
-    def _grow(self, count: int) -> None:
-        """Make room for `count` further ids."""
-        more = np.zeros(max(256, self.length, count), dtype=np.int64)
-        one = self._keys is self._buffer
-        self._buffer = np.concatenate([self._buffer, more])
-        self._keys = self._buffer if one else np.concatenate([self._keys, more])
 
     @property
     def _pages(self) -> PageTable:

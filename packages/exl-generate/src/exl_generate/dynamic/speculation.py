@@ -8,7 +8,6 @@ are the same with any drafter, with a failing one, and without one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -22,19 +21,13 @@ from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["ALL_ACCEPTED", "Drafter", "Drafts", "NGramTrie", "Unaccepted"]
+__all__ = ["Drafter", "Drafts", "NGramTrie"]
 
 Drafts = dict["ExLlamaV2DynamicJob", list[int]]
-Unaccepted = Mapping["ExLlamaV2DynamicJob", list[int]]
-"""The tokens of each job that were sampled and that it has not accepted yet, so its sequence lacks them."""
-ALL_ACCEPTED: Unaccepted = {}
 
 
 class Drafter:
     """Draft nothing: the base class of drafters. `most` is the longest draft of a step; `length` chooses its length."""
-
-    #: whether `propose` takes tokens that are not accepted yet
-    takes_unaccepted = False
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
@@ -42,17 +35,11 @@ class Drafter:
         #: seconds that the last `propose` took for guesses
         self.seconds = 0.0
 
-    def propose(
-        self,
-        jobs: list[ExLlamaV2DynamicJob],
-        fixed: bool = False,
-        prelaunched: bool = False,
-        unaccepted: Unaccepted = ALL_ACCEPTED,
-    ) -> Drafts:
+    def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False, prelaunched: bool = False) -> Drafts:
         """Return guesses for each job: the number that `length` chooses, or always `most` if `fixed`.
 
         A job never gets more than it may still generate after its next token. `prelaunched`: the step runs already,
-        without guesses. `unaccepted`: tokens that precede the guesses, only where `takes_unaccepted`.
+        without guesses.
         """
         self.seconds = 0.0
         if not self.most or not jobs:
@@ -82,9 +69,9 @@ class Drafter:
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Follow a copy of the head of a page, whose main K/V have been copied."""
 
-    def room(self, job: ExLlamaV2DynamicJob, unaccepted: int = 0) -> int:
-        """Return the number of guesses that the job has room for behind so many tokens that it has not accepted."""
-        return max(0, min(self.most, job.remaining_tokens - 1 - unaccepted, job.pages.room - unaccepted))
+    def room(self, job: ExLlamaV2DynamicJob) -> int:
+        """Return the number of guesses that the job has room for."""
+        return max(0, min(self.most, job.remaining_tokens - 1, job.pages.room))
 
     def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
         """Return up to `length` guesses for each of these jobs."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.speculation import ALL_ACCEPTED, Drafter, Drafts, Unaccepted
+from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_kernels.drafting import MOST_NGRAM, MOST_TOKENS, DraftHistory, DraftRates, DraftText
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ class TextDrafter(Drafter):
             neither leave their answers there nor guess from them.
     """
 
-    takes_unaccepted = True
-
     def __init__(
         self, most: int, max_ngram: int, capacity: int, device: torch.device | None = None, history: int = 0
     ) -> None:
@@ -72,13 +70,7 @@ class TextDrafter(Drafter):
             if self._example is not None:
                 self._example.append(np.array(preloaded, dtype=np.int64))
 
-    def propose(
-        self,
-        jobs: list[ExLlamaV2DynamicJob],
-        fixed: bool = False,
-        prelaunched: bool = False,
-        unaccepted: Unaccepted = ALL_ACCEPTED,
-    ) -> Drafts:
+    def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False, prelaunched: bool = False) -> Drafts:
         """Return guesses for each job.
 
         Before a prelaunched step they only decide whether the step after it is prelaunched, too.
@@ -88,7 +80,7 @@ class TextDrafter(Drafter):
             return {}
         clock = self.length.clock
         start = clock()
-        found = self._look_up(jobs, unaccepted)
+        found = self._look_up(jobs)
         length = self.most if fixed else self.length.plan([chances for _, chances in found])
         drafts: Drafts = {}
         if length and not prelaunched:
@@ -100,7 +92,7 @@ class TextDrafter(Drafter):
         self.seconds = clock() - start
         return drafts
 
-    def _look_up(self, jobs: list[ExLlamaV2DynamicJob], unaccepted: Unaccepted) -> list[Found]:
+    def _look_up(self, jobs: list[ExLlamaV2DynamicJob]) -> list[Found]:
         """Return guesses for each job that has room for them, and their chances."""
         left = READ - self._read_answers(READ // 4)
         found = []
@@ -108,13 +100,12 @@ class TextDrafter(Drafter):
             text = job.drafts.text
             if text is None:
                 text = self._begin(job)
-            tokens = unaccepted.get(job, ())
-            ids = job.sequence.followed_by(tokens) if tokens else job.sequence.ids
+            ids = job.sequence.ids
             unread = len(ids) - text.read
             budget = max(left, READ_ALWAYS)
             left -= min(budget, max(unread, 0))
             known = text.follow(ids, self._rates, budget)
-            room = self.room(job, len(tokens))
+            room = self.room(job)
             found.append(self._guesses(job, text, room) if known and room else _NOTHING)
         return found
 
