@@ -66,13 +66,11 @@ COMPARE_ROWS = {
 }
 # There `len(x)` is a tensor's rows, and the sizes of new tensors are no limits of rows, which have names.
 TENSOR_PACKAGES = ("packages/exl-core/src/", "packages/exl-kernels/src/")
-# Every limit of rows of a GPU has one definition, in the first of these files. Python asks for it, and CUDA sources
-# include the second file, whose values the build compares with the first one's. All other files write the name and not
-# the number. A constant with the value of a limit counts if its name ends with rows, tokens or columns, says nothing
-# but that it is a limit (VAGUE), or if a file compares rows with it. Such constants that mean something else are named
-# here with their meaning, as is the limit of the CPU.
+# Every limit of rows of a GPU has one definition, in this file. Python asks for it, and the build passes it to CUDA
+# sources. All other files write the name and not the number. A constant with the value of a limit counts if its name
+# ends with rows, tokens or columns, says nothing but that it is a limit (VAGUE), or if a file compares rows with it.
+# Such constants that mean something else are named here with their meaning, as is the limit of the CPU.
 ROWS_OF_GPU = "rust/exl-cuda/src/rows.rs"
-LIMITS_OF_ROWS = {ROWS_OF_GPU, "rust/exl-cuda/kernels/common/row_limits.cuh"}
 VAGUE = r"(?:MOST|LEAST|LIMIT|MAX|MAXIMUM|MIN|MINIMUM|FEW|MANY|CHUNK)"
 ROW_CONSTANTS = {
     "packages/exl-core/src/exl_core/execution/kernels.py:ROWS": "numbers of rows that a report is about",
@@ -90,7 +88,6 @@ ROW_CONSTANTS = {
     "rust/exl-cpu/src/simd/scalar.rs:COLUMNS": "columns of a block of registers",
     "rust/exl-cuda/kernels/attention/attention_prefill.cuh:ROWS": "queries of a matrix instruction",
     "rust/exl-cuda/src/ops/attention/mod.rs:ROWS": "queries of a matrix instruction",
-    "rust/exl-cuda/kernels/linear/adapters.cuh:GEMV_ROWS": "the number of rows.rs, compared when Rust is compiled",
     "rust/exl-cuda/kernels/linear/batch_task.cuh:STAGED_COLUMNS": "columns of the kernels, compared with Rust's",
     "rust/exl-cuda/kernels/linear/batch_task.cuh:SPREAD_COLUMNS": "columns of the kernels, compared with Rust's",
     "rust/exl-cuda/kernels/linear/lora.cu:MOST_COLUMNS": "columns of a block, compared with Rust's",
@@ -122,10 +119,7 @@ def rust_limits(file: str) -> dict[str, int]:
 
 def limits_of_rows() -> dict[str, int]:
     """The limits of rows by the names that Python has for them, as Rust defines them."""
-    found = dict(RUST_LIMIT.findall((ROOT / ROWS_OF_GPU).read_text(encoding="utf-8")))
-    tiles = rust_limits("rust/exl-cuda/src/layout/mod.rs")
-    limits = {name: int(value) if value.isdecimal() else tiles[value] for name, value in found.items()}
-    return limits | {"CPU_CHUNK_ROWS": rust_limits("rust/exl-cpu/src/block.rs")["CHUNK_ROWS"]}
+    return rust_limits(ROWS_OF_GPU) | {"CPU_CHUNK_ROWS": rust_limits("rust/exl-cpu/src/block.rs")["CHUNK_ROWS"]}
 
 
 LIMIT_NAMES = set(limits_of_rows())
@@ -365,7 +359,7 @@ def second_limits(name: str, source: str, compared: Set[str] = frozenset()) -> l
 
     Constants in `compared`, which other files compare with rows, count whatever their names.
     """
-    if name in LIMITS_OF_ROWS or name.endswith("tests.rs"):
+    if name == ROWS_OF_GPU or name.endswith("tests.rs"):
         return []
     constants, numbers = defined(name, source, compared | compared_constants(name, source))
     return [

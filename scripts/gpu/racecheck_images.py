@@ -18,6 +18,7 @@ from pathlib import Path
 
 SWITCH = "EXL_EACH_LANE_ARRIVES"
 FLAGS = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", f"-D{SWITCH}"]
+CRATE = Path(__file__).resolve().parents[2] / "rust" / "exl-cuda"
 
 
 def architecture() -> str:
@@ -25,6 +26,12 @@ def architecture() -> str:
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     number = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0].replace(".", "")
     return number + ("a" if int(number) >= 90 else "")
+
+
+def row_limits() -> list[str]:
+    """The limits of rows as macros, as the build of the module passes them to nvcc."""
+    limits = re.findall(r"^pub const (\w+): usize = (\d+);$", (CRATE / "src" / "rows.rs").read_text(), re.MULTILINE)
+    return [f"-DEXL_{name}={rows}" for name, rows in limits]
 
 
 def mentions(kernels: Path, source: Path, seen: set[Path]) -> bool:
@@ -39,14 +46,14 @@ def mentions(kernels: Path, source: Path, seen: set[Path]) -> bool:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    kernels = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parents[2] / "rust" / "exl-cuda" / "kernels"
+    kernels = Path(sys.argv[2]) if len(sys.argv) > 2 else CRATE / "kernels"
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         sys.exit("nvcc is not on PATH")
     folder.mkdir(parents=True, exist_ok=True)
 
     arch = os.environ.get("EXL_RACECHECK_ARCH") or architecture()
-    flags = [*FLAGS, f"-I{kernels}", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags = [*FLAGS, *row_limits(), f"-I{kernels}", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
 
     def compile(source: Path) -> None:
         subprocess.run([nvcc, *flags, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)

@@ -17,6 +17,9 @@ mod kernels;
 mod macros;
 mod nvcc;
 mod parameters;
+#[path = "../src/rows.rs"]
+#[allow(dead_code, reason = "the crate uses all of it")]
+mod rows;
 
 use std::env;
 use std::fmt::Write as _;
@@ -34,6 +37,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=kernels");
     println!("cargo:rerun-if-changed=src/features.rs");
+    println!("cargo:rerun-if-changed=src/rows.rs");
     for name in [
         "EXL_CUDA_ARCHS",
         "EXL_CUDA_HOME",

@@ -12,8 +12,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::archs::number_of;
 use crate::features::feature_of;
 use crate::kernels;
+use crate::rows::{FEW_ROWS, GEMV_ROWS};
 
 const FLAGS: [&str; 3] = ["-O3", "-std=c++17", "--expt-relaxed-constexpr"];
+/// Limits of rows that `kernels/common/row_limits.cuh` names, whose only definition is in Rust.
+const ROW_LIMITS: [(&str, usize); 2] = [("GEMV_ROWS", GEMV_ROWS), ("FEW_ROWS", FEW_ROWS)];
 
 /// A CUDA compiler.
 #[derive(Debug)]
@@ -73,7 +76,14 @@ impl Nvcc {
             };
             for arch in archs.iter().filter(usable) {
                 let mut hasher = DefaultHasher::new();
-                (&text, &headers, FLAGS, target_of(arch), &self.version).hash(&mut hasher);
+                (
+                    &text,
+                    &headers,
+                    flags_of_sources(),
+                    target_of(arch),
+                    &self.version,
+                )
+                    .hash(&mut hasher);
                 images.push(Image {
                     file: file.to_string(),
                     arch: arch.clone(),
@@ -126,13 +136,15 @@ impl Nvcc {
     /// Compile the images of one source for architectures of one family, through the same PTX if there are several.
     fn compile_group(&self, group: &[&Image], cache: &Path) -> Result<(), String> {
         // Another checkout may have compiled some since.
+        let of_sources = flags_of_sources();
+        let of_sources: Vec<&str> = of_sources.iter().map(String::as_str).collect();
         let missing = || group.iter().filter(|image| !copied(cache, &image.path));
         let ptx = group[0].path.with_extension("ptx");
         let shared = missing().count() > 1;
         if shared {
             let target = format!("-arch=compute_{}", family_of(&group[0].arch));
             self.run(
-                &[&["-ptx", &target], &FLAGS[..]].concat(),
+                &[&["-ptx", &target], &of_sources[..]].concat(),
                 &group[0].source,
                 &ptx,
             )?;
@@ -140,7 +152,7 @@ impl Nvcc {
         for image in missing() {
             let source = if shared { &ptx } else { &image.source };
             let [target, mode] = target_of(&image.arch);
-            let flags = if shared { &[] } else { &FLAGS[..] };
+            let flags = if shared { &[] } else { &of_sources[..] };
             // Cached immediately, so that an interrupted build continues where it stopped.
             self.run(
                 &[&["-fatbin", &target, &mode], flags].concat(),
@@ -169,6 +181,12 @@ impl Nvcc {
         )?;
         fs::rename(&partial, to).map_err(|e| format!("{}: {e}", to.display()))
     }
+}
+
+/// Flags of nvcc for CUDA C++, which the compilation of PTX does not take.
+fn flags_of_sources() -> Vec<String> {
+    let limits = ROW_LIMITS.map(|(name, rows)| format!("-DEXL_{name}={rows}"));
+    FLAGS.map(str::to_owned).into_iter().chain(limits).collect()
 }
 
 /// The architecture whose PTX is the same as that of `arch`, except for the line that names the target, so that the compiler of CUDA C++ runs

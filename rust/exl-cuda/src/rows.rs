@@ -1,18 +1,15 @@
 //! Limits of rows that several kernels, launchers or Python share, each with its only definition.
 //!
-//! `kernels/common/row_limits.cuh` and `kernels/linear/adapters.cuh` state those that CUDA sources need, and the comparison below fails the
-//! build where they differ. Python asks for all of them (`exl_kernels.selection`). Thresholds that one family of kernels has measured are in its `select`.
+//! The build script includes this file and passes the limits that CUDA sources need to nvcc (`kernels/common/row_limits.cuh`). Python asks
+//! for all of them (`exl_kernels.selection`). Thresholds that one family of kernels has measured are in its `select`.
 //! `scripts/check_tree.py` refuses a second definition, and a number in their place.
-
-use crate::abi::assert_constants;
-use crate::layout::COLUMN_TILE;
 
 /// Largest number of rows for which `gemv_ring` is faster than `gemm_few`, by measurement, and which it takes with adapters.
 pub const GEMV_ROWS: usize = 2;
 
 /// Most rows of `gemv_ring`, `gemm_few` and `gemm_direct`, columns of the packed input of the last two, and rows of an expert that are
-/// multiplied at a time in the kernels for few: one column tile.
-pub const FEW_ROWS: usize = COLUMN_TILE;
+/// multiplied at a time in the kernels for few: one column tile of a matrix instruction.
+pub const FEW_ROWS: usize = 8;
 
 /// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once. Rows of a
 /// block of float matmuls that are batch-invariant, too.
@@ -33,9 +30,6 @@ pub const FILLED_ROWS: usize = 32;
 
 /// Most tokens of a row in a decode step: the last token and its drafts. Attention reads rows of more tokens as prompts.
 pub const DECODE_TOKENS: usize = 16;
-
-assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
-assert_constants!(adapters, { GEMV_ROWS == GEMV_ROWS });
 
 const _: () = assert!(
     GEMV_ROWS < FEW_ROWS

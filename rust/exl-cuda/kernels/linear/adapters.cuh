@@ -2,6 +2,7 @@
 #pragma once
 #include "common/abi.cuh"
 #include "common/common.cuh"
+#include "common/row_limits.cuh"
 
 // The adapter of one slot for one matrix [in, out].
 struct LoraEntry {
@@ -36,7 +37,7 @@ ABI_SIZE(EpilogueAdapters, 48); ABI_AT(EpilogueAdapters, table, 0); ABI_AT(Epilo
 ABI_AT(EpilogueAdapters, sets, 24); ABI_AT(EpilogueAdapters, looks, 28); ABI_AT(EpilogueAdapters, staged_at, 32); ABI_AT(EpilogueAdapters, tiles, 36);
 ABI_AT(EpilogueAdapters, slices_at, 40); ABI_AT(EpilogueAdapters, tile_bytes, 44);
 
-// Most rows and ranks of such a matmul. SUMS: partial sums of a row times a column of A, those of the warps of `lora_shrink`'s block.
-constexpr int GEMV_ROWS = 2, EPILOGUE_RANKS = 32, SUMS = 8, EXCHANGE_SUMS = 32;
+// Most ranks of such a matmul, which has up to GEMV_ROWS rows. SUMS: partial sums of a row times a column of A, those of the warps of `lora_shrink`'s block.
+constexpr int EPILOGUE_RANKS = 32, SUMS = 8, EXCHANGE_SUMS = 32;
 // Elements of a piece of a slice, and bytes of it in shared memory: of A, and places in the input.
 constexpr int PIECE = 256, STAGED_PIECE = 1024;

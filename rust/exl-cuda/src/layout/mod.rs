@@ -17,6 +17,7 @@ mod pack;
 mod plan;
 
 use crate::abi::assert_constants;
+use crate::rows::FEW_ROWS;
 use half::f16;
 
 pub use pack::Codes;
@@ -33,6 +34,10 @@ pub const UNIT_ROWS: usize = 256;
 pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
 
 assert_constants!(tile_layout, { TILE == TILE, UNIT_ROWS == UNIT_ROWS });
+const _: () = assert!(
+    FEW_ROWS == COLUMN_TILE,
+    "the kernels for few rows multiply one column tile"
+);
 
 /// How a unit's scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
