@@ -3,12 +3,10 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::attention::{
-    self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan, Rows,
-};
+use exl_cuda::ops::attention::{self, Attention, DIM_STEP, MAX_DIM, Ordered, Own, Plan, Rows};
 use exl_cuda::ops::elementwise::select::MOST_PACKED_WIDTH;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
-use exl_cuda::ops::linear::PackedInput;
+use exl_cuda::ops::linear::{PackedInput, input_columns};
 use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -486,9 +484,11 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
     if op.element != Element::F16 {
         return Err("results packed for a matmul must be float16".to_owned());
     }
-    if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
+    if !input_columns().any(|of| of == *columns) || op.tokens > *columns {
+        let mut known: Vec<usize> = input_columns().collect();
+        known.dedup();
         return Err(format!(
-            "{} tokens in {columns} columns: expected at most that many, of {ORDERED_COLUMNS:?}",
+            "{} tokens in {columns} columns: expected at most that many, of {known:?}",
             op.tokens
         ));
     }

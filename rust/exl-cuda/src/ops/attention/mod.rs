@@ -8,7 +8,7 @@ mod single;
 mod teams;
 mod tiles;
 
-pub use ordered::{ORDERED_COLUMNS, Ordered};
+pub use ordered::Ordered;
 pub use select::{Call, Plan, Rows};
 use select::{Rotated, decode_name, join_name, prefill_name, wide_name};
 

@@ -1,8 +1,7 @@
 //! Results of attention in the input layout of a matmul of few rows.
 
 use crate::layout::UNIT_ROWS;
-use crate::ops::linear::Matrix;
-use crate::rows::{BLOCK_ROWS, FEW_ROWS, MIDDLE_ROWS, PACKED_ROWS};
+use crate::ops::linear::{Matrix, input_columns};
 
 /// Results (halves) packed as the input of a matmul of few rows, as the launch before that matmul would pack them.
 #[derive(Clone, Copy, Debug)]
@@ -11,21 +10,9 @@ pub struct Ordered {
     pub to: usize,
     /// Row of K of each feature (u16), or 0: the same.
     pub row_of_feature: usize,
-    /// [`FEW_ROWS`]: the layout of `kernels/linear/rows.cuh`; all others: that of `kernels/linear/prepared.cuh` for wgmma.
+    /// One of [`input_columns`].
     pub columns: usize,
 }
-
-/// Numbers of tokens for which a matmul's input may be packed.
-pub const ORDERED_COLUMNS: [usize; 8] = [
-    FEW_ROWS,
-    16,
-    32,
-    MIDDLE_ROWS,
-    PACKED_ROWS,
-    80,
-    96,
-    BLOCK_ROWS,
-];
 
 impl Ordered {
     /// Bytes of the packed results, for `features` of K.
@@ -36,7 +23,7 @@ impl Ordered {
     /// The packed input of `matrix` for up to `columns` rows, at `to`; None if some of its rows are padding.
     pub fn of(matrix: &Matrix, columns: usize, to: usize) -> Option<Self> {
         let whole = matrix.rows() == matrix.in_features() && matrix.rows() <= 1 << 16;
-        (whole && ORDERED_COLUMNS.contains(&columns)).then_some(Self {
+        (whole && input_columns().any(|of| of == columns)).then_some(Self {
             to,
             row_of_feature: matrix.argument.row_of_feature,
             columns,

@@ -205,7 +205,7 @@ assert_constants!(packed_rows, { MOST_THREADS == MOST_THREADS });
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::attention::ORDERED_COLUMNS;
+    use crate::ops::linear::input_columns;
     use crate::rows::PACKED_ROWS;
     use Element::{BF16, F16, F32};
 
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn inputs_of_eight_columns_are_packed_for_few_rows() {
-        for columns in ORDERED_COLUMNS {
+        for columns in input_columns() {
             let (kernel, _) = select(&Call::LayerPacked { columns });
             assert_eq!(
                 kernel == Kernel::LayerPacked(Packing::Few),

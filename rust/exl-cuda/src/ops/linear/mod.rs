@@ -6,13 +6,13 @@ pub mod lora;
 pub mod ring;
 pub mod select;
 
-use super::attention::ORDERED_COLUMNS;
 use super::{Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::launch::{CudaError, Launch};
 use crate::layout::{COLUMN_TILE, Layout, Scales, UNIT_ROWS};
 use crate::parameters::kernels;
+use crate::rows::FEW_ROWS;
 
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +76,14 @@ pub struct Matrix {
     pub(super) features_host: Vec<i32>,
 }
 
-/// How a launch packs rows as the input of a matrix, in one of the layouts of [`ORDERED_COLUMNS`] columns.
+/// Columns of the layouts in which a launch other than a matmul packs a matmul's input: [`FEW_ROWS`], the layout of
+/// `kernels/linear/rows.cuh`, and those of the kernels for wgmma, the layout of `kernels/linear/prepared.cuh`.
+pub fn input_columns() -> impl Iterator<Item = usize> {
+    let of_batches = batch::VARIANTS.into_iter().map(|(columns, _)| columns);
+    std::iter::once(FEW_ROWS).chain(of_batches)
+}
+
+/// How a launch packs rows as the input of a matrix, in a layout of one of [`input_columns`].
 #[derive(Clone, Copy, Debug)]
 pub struct PackedInput {
     /// `[rows]` i32: the feature in each row of the layout.
@@ -95,7 +102,7 @@ impl PackedInput {
 impl Matrix {
     /// How its input of `columns` columns is packed; None if the layout pads K, or there is no such layout.
     pub fn packed_input(&self, columns: usize) -> Option<PackedInput> {
-        let exists = ORDERED_COLUMNS.contains(&columns);
+        let exists = input_columns().any(|of| of == columns);
         (exists && few::takes_packed(&[self])).then_some(PackedInput {
             features: self.features,
             units: self.argument.unit_count,

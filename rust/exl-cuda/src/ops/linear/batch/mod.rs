@@ -17,11 +17,11 @@ use crate::ops::{Target, index32};
 use crate::parameters::kernels;
 use crate::rows::PACKED_ROWS;
 use layout::{packs, prepare};
-pub(super) use plan::COUNTERS;
 pub use plan::Tuning;
+pub(super) use plan::{COUNTERS, VARIANTS};
 use plan::{
-    Code, EVEN_COLUMNS, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS,
-    items, plan, unit_bytes,
+    Code, EVEN_COLUMNS, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS, items, plan,
+    unit_bytes,
 };
 
 /// Most matrices of a launch.

@@ -12,19 +12,28 @@ use crate::ops::linear::{Matrix, MatrixArgument};
 use crate::rows::{BLOCK_ROWS, MIDDLE_ROWS, PACKED_ROWS};
 pub use shares::Shares;
 
+/// Columns of kernels for fewer rows than [`MIDDLE_ROWS`].
+const FEWEST_COLUMNS: usize = 16;
+/// Up to this number of columns, the last round is spread over all blocks, and divisions of matrices without a gate take the fewest cycles.
+const NARROW_COLUMNS: usize = 32;
+/// Columns of kernels for more rows than [`PACKED_ROWS`] and fewer than [`BLOCK_ROWS`].
+const WIDE_COLUMNS: usize = 80;
+const WIDER_COLUMNS: usize = 96;
+
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
 pub const VARIANTS: [(usize, usize); 8] = [
-    (16, 4),
-    (32, 4),
+    (FEWEST_COLUMNS, 4),
+    (NARROW_COLUMNS, 4),
     (MIDDLE_ROWS, 3),
     (PACKED_ROWS, 2),
     (PACKED_ROWS, EVEN_GROUPS),
-    (80, 2),
-    (96, 2),
+    (WIDE_COLUMNS, 2),
+    (WIDER_COLUMNS, 2),
     (BLOCK_ROWS, 2),
 ];
 /// Variants of the kernel for `mma.sync`, of up to [`PACKED_ROWS`] columns; a warpgroup is four warps.
-pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (PACKED_ROWS, 2)];
+pub const MMA_VARIANTS: [(usize, usize); 3] =
+    [(FEWEST_COLUMNS, 4), (NARROW_COLUMNS, 4), (PACKED_ROWS, 2)];
 
 /// The code of the kernel, by the features of the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,13 +109,11 @@ impl Code {
 const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
-/// Up to this number of columns, the last round is spread over all blocks, and divisions of matrices without a gate take the fewest cycles.
-const NARROW_COLUMNS: usize = 32;
 /// Up to this number of columns, the stages of the ring hold activations beside weights; more have a ring of half units.
 const STAGED_COLUMNS: usize = PACKED_ROWS;
 assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS, STAGED_COLUMNS == STAGED_COLUMNS });
 /// Columns of which results for the next matmul keep the order of its input.
-const UNTRANSPOSED: usize = 32;
+const UNTRANSPOSED: usize = NARROW_COLUMNS;
 assert_constants!(prepared, { UNTRANSPOSED == UNTRANSPOSED });
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
