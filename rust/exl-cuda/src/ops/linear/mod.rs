@@ -303,6 +303,25 @@ pub(super) unsafe fn prepare(
     unsafe { launch.run(device, &mut arguments) }
 }
 
+/// The function of `gemm_tile` for a number of rows: tiles of a block, in columns and in rows of W.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    columns: u32,
+    rows: u32,
+}
+
+impl Tile {
+    /// The fewest column tiles that hold `rows` rows, of one, two or four.
+    pub const fn of(rows: usize) -> Self {
+        let (columns, rows) = match rows.div_ceil(COLUMN_TILE) {
+            0 | 1 => (1, 1),
+            2 => (2, 2),
+            _ => (4, 2),
+        };
+        Self { columns, rows }
+    }
+}
+
 /// The matmul in separate launches, for any GPU: `prepared` is [`Matrix::packed_bytes`] and `multipliers` `[m]` FP32 of scratch memory.
 /// Bitwise identical to `ring`.
 ///
@@ -312,8 +331,8 @@ pub unsafe fn matmul(
     to: Target,
     matrix: &Matrix,
     op: &Matmul,
-    prepared: usize,
-    multipliers: usize,
+    (prepared, multipliers): (usize, usize),
+    tile: Tile,
 ) -> Result<(), CudaError> {
     if op.m == 0 {
         return Ok(());
@@ -322,17 +341,12 @@ pub unsafe fn matmul(
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
     unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
-    // (Column tiles, row tiles) of a block.
-    let (columns, tiles) = match op.m.div_ceil(COLUMN_TILE) {
-        1 => (1, 1),
-        2 => (2, 2),
-        _ => (4, 2),
-    };
+    let Tile { columns, rows } = tile;
     let kernel = format!("gemm_tile_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
     let launch = Launch {
         kernel: &kernel,
         grid: [
-            (matrix.argument.tiles as u32).div_ceil(tiles),
+            (matrix.argument.tiles as u32).div_ceil(rows),
             (op.m as u32).div_ceil(COLUMN_TILE as u32 * columns),
             1,
         ],

@@ -324,6 +324,9 @@ impl Operands<'_> {
     }
 
     pub(super) fn gemm_tile(&self, to: Target) -> Result<(), CudaError> {
+        let Planned::Tile(tile) = self.plan.planned else {
+            return Err(self.unplanned());
+        };
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
         let op = linear::Matmul {
             x,
@@ -336,7 +339,7 @@ impl Operands<'_> {
         let multipliers = scratch + self.plan.multipliers_at;
         let matrix = &self.group.matrices[0].get().matrix;
         // SAFETY: as in `gemv_ring`.
-        unsafe { linear::matmul(to, matrix, &op, scratch, multipliers) }
+        unsafe { linear::matmul(to, matrix, &op, (scratch, multipliers), tile) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The launch plan of a matmul: kernel, memory and chaining.
 
 use super::super::lora::select::packs_input;
-use super::super::{Matrix, batch, few, ring};
+use super::super::{Matrix, Tile, batch, few, ring};
 use super::{Call, Epilogue, Kernel, Refusal};
 use crate::capabilities::Capabilities;
 use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS};
@@ -21,7 +21,8 @@ pub enum Planned {
     Few(Box<few::Plan>),
     Direct(Box<few::Plan>),
     Batch(Box<batch::Planned>),
-    /// Of [`Kernel::GemmTile`], whose launch follows from the rows alone, and of calls that have no launch.
+    Tile(Tile),
+    /// Of calls that have no launch.
     None,
 }
 
@@ -123,7 +124,8 @@ impl Plan {
                 let plan = batch::Planned::new(caps, matrices, rows, epilogue, tuning.batch);
                 self.planned = plan.map_or(Planned::None, |plan| Planned::Batch(Box::new(plan)));
             }
-            Kernel::GemmTile | Kernel::GemmLarge => {}
+            Kernel::GemmTile => self.planned = Planned::Tile(Tile::of(rows)),
+            Kernel::GemmLarge => {}
         }
     }
 

@@ -229,6 +229,21 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
 }
 
 #[test]
+fn tiles_of_a_block_follow_from_the_rows() {
+    let (turing, made) = (card("H100", &["75+ptx"]), matrix(16, 2064));
+    let tile = |rows| match plan_alone(&turing, &made, Call::aligned(rows, PLAIN)).planned {
+        Planned::Tile(tile) => tile,
+        other => panic!("{rows} rows run on {other:?}"),
+    };
+    let borders = [(1, 8, 1), (9, 16, 2), (17, PACKED_ROWS, 4)];
+    for (first, last, columns) in borders {
+        for rows in first..=last {
+            assert_eq!(tile(rows).columns, columns, "{rows}");
+        }
+    }
+}
+
+#[test]
 fn rows_decide_the_kernel_at_each_limit() {
     let hopper = card("H100", &["90a"]);
     let made = matrix(16, 2064);
@@ -508,7 +523,7 @@ proptest! {
         let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16, adapters: adapted.then_some(SIZES) };
         let found = plan(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
-        let launched = found.joined && !matches!(found.kernel, Kernel::GemmTile | Kernel::GemmLarge);
+        let launched = found.joined && found.kernel != Kernel::GemmLarge;
         prop_assert_eq!(!matches!(found.planned, Planned::None), launched, "what a launch needs is planned");
         let taken = if found.joined { &all[..] } else { &all[..1] };
         let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
