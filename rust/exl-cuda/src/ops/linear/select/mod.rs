@@ -25,6 +25,11 @@ pub const fn is_invariant(rows: usize, invariant: bool) -> bool {
     rows <= PACKED_ROWS || invariant
 }
 
+/// Whether a call needs blocks of rows to be batch-invariant.
+const fn needs_blocks(rows: usize, invariant: bool) -> bool {
+    rows > PACKED_ROWS && is_invariant(rows, invariant)
+}
+
 /// Most rows of a pass, other than a decode step, that run on packed weights and are batch-invariant. `whole_blocks`: of every matrix, one
 /// launch takes [`BLOCK_ROWS`] rows ([`Plan::is_whole_block`]); the two blocks of a pass take as long as dequantizing each matrix.
 pub const fn pass_rows(whole_blocks: bool) -> usize {
@@ -40,7 +45,7 @@ pub const fn runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
 /// Rows of each cuBLAS matmul of a call by a float matrix. cuBLAS picks its kernel, and so its order of sums, by the shape: blocks of
 /// [`PACKED_ROWS`] keep the results of more rows batch-invariant. `padded`: those of few rows, too, so that they fill a block with zeros.
 pub const fn float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
-    if padded || (invariant && rows > PACKED_ROWS) {
+    if padded || needs_blocks(rows, invariant) {
         PACKED_ROWS
     } else {
         rows
@@ -155,7 +160,7 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
         block.joined &= rest == 0 || of(rest).joined;
         return block;
     }
-    if call.rows > PACKED_ROWS && !call.invariant {
+    if !is_invariant(call.rows, call.invariant) {
         let Plan {
             kernel, refused, ..
         } = plan_alone(caps, matrices[0], call);
@@ -201,7 +206,7 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
         bf16: call.epilogue.bf16,
         ..Epilogue::default()
     };
-    let many = call.rows > PACKED_ROWS && call.invariant;
+    let many = needs_blocks(call.rows, call.invariant);
     let block = Call::aligned(call.rows.min(BLOCK_ROWS), epilogue);
     let rows = match Kernel::GemmBatch.takes(caps, &[matrix], block) {
         Ok(()) if many => block.rows,
@@ -213,7 +218,8 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
     let idles = |matrix| caps.has(Feature::Wgmma) && few::idles(caps, &[matrix], false, false);
     let few = (large && rows <= FEW_ROWS && !idles(matrix)).then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch = (many || rows <= PACKED_ROWS) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
+    let batch =
+        is_invariant(rows, call.invariant) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])

@@ -6,7 +6,8 @@
 pub mod route;
 
 use super::plan::Form;
-use crate::rows::{FEW_ROWS, PACKED_ROWS};
+use crate::ops::linear::select::is_invariant;
+use crate::rows::FEW_ROWS;
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
 const SHARED_ROWS: usize = 64;
@@ -117,7 +118,7 @@ pub fn select(
     invariant: bool,
 ) -> Kernel {
     let pairs = rows * chosen;
-    if !invariant && rows > PACKED_ROWS && pairs > experts * DEQUANTIZED_ROWS {
+    if !is_invariant(rows, invariant) && pairs > experts * DEQUANTIZED_ROWS {
         Kernel::Dequantized
     } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart
