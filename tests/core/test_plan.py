@@ -28,7 +28,7 @@ from exl_core.layers import Attention, MoE, build_modules
 from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
 from exl_core.loading.sizes import module_sizes
-from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, plan_padded
+from exl_kernels.moe.dequantized import dequantized_bytes, experts_at_once, plan_padded
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.sampling import workspace_bytes
 
@@ -235,10 +235,11 @@ def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, 
     likely = torch.linspace(0, skew, 16).exp()
     ids = torch.multinomial(likely.expand(rows, 16), 2, generator=torch.Generator().manual_seed(rows))
     begins = torch.nn.functional.pad(torch.bincount(ids.flatten(), minlength=16).cumsum(0), (1, 0))
-    groups = plan_padded(begins, DEQUANTIZED_BYTES // (2 * hidden * width)).groups
+    groups = plan_padded(begins, experts_at_once(hidden, width)).groups
     held = [group.experts * group.rows for group in groups]
-    assert max(group.experts for group in groups) * 2 * hidden * width <= DEQUANTIZED_BYTES
-    assert 2 * (sum(held) * hidden + max(held) * (hidden + 2 * width)) <= planned - DEQUANTIZED_BYTES
+    matrices = dequantized_bytes(hidden, width)
+    assert max(group.experts for group in groups) * 2 * hidden * width <= matrices
+    assert 2 * (sum(held) * hidden + max(held) * (hidden + 2 * width)) <= planned - matrices
     # Passes keep q, k, v, the result of attention and a dequantized matrix of attention meanwhile.
     attention = next(module for module in modules if isinstance(module, Attention))
     features = [(linear.in_features, linear.out_features) for linear in attention.submodules()]

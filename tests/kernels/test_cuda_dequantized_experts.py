@@ -55,7 +55,7 @@ def test_dequantized_matrices_are_those_of_the_format(kind: str, part: int) -> N
 @pytest.mark.parametrize("most", [1, 2, COUNT])
 def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some experts at a time, each with rows of its own number, beside what all rows share."""
-    monkeypatch.setattr(cuda, "DEQUANTIZED_BYTES", most * 2 * HIDDEN * WIDTH)
+    monkeypatch.setattr(cuda, "experts_at_once", lambda hidden, width: most)
     experts = experts_of(kind, COUNT, HIDDEN, WIDTH)
     together = GroupedExperts(experts, "silu")
     rows = 170

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
 from exl_kernels.moe.cuda import most_scratch_bytes
-from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, most_padded_rows
+from exl_kernels.moe.dequantized import dequantized_bytes, most_padded_rows
 from exl_kernels.sampling import workspace_bytes
 from exl_kernels.selection import CPU_CHUNK_ROWS, DECODE_TOKENS, PACKED_ROWS, STEP_ROWS
 
@@ -203,5 +203,4 @@ def _dequantized_experts(module: MoE, config: ExLlamaV2Config, rows: int) -> int
     """Return the most bytes that experts of a prompt hold: matrices, and rows padded to at most twice their number."""
     width = module.experts[0].up.out_features
     padded = most_padded_rows(rows * module.chosen, len(module.experts))
-    matrices = max(DEQUANTIZED_BYTES, 2 * config.hidden_size * width)
-    return matrices + 2 * padded * (2 * config.hidden_size + 2 * width)
+    return dequantized_bytes(config.hidden_size, width) + 2 * padded * (2 * config.hidden_size + 2 * width)

@@ -24,7 +24,7 @@ from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
 from ..linear.planned import KEPT_PLANS, blocks_of
 from ..selection import LIMITS, PACKED_ROWS, RouterPlan, refusal_of_experts
-from .dequantized import DEQUANTIZED_BYTES, plan_padded
+from .dequantized import experts_at_once, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "expert_router", "most_scratch_bytes", "why_apart"]
 
@@ -311,7 +311,7 @@ class GroupedExperts:
         # Keys of two bytes are sorted in two passes.
         by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
         begins = torch.searchsorted(by_expert, self._numbers)
-        capacity = max(1, DEQUANTIZED_BYTES // (2 * hidden * width))
+        capacity = experts_at_once(hidden, width)
         memory = h.new_empty(min(capacity, self._native.count) * hidden * width)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
         launch = launch_on(h)

@@ -15,13 +15,22 @@ from torch import Tensor
 
 from .. import _native
 
-__all__ = ["DEQUANTIZED_BYTES", "PaddedExperts", "most_padded_rows", "plan_padded"]
+__all__ = ["PaddedExperts", "dequantized_bytes", "experts_at_once", "most_padded_rows", "plan_padded"]
 
 DEQUANTIZED_BYTES: int = _native.dequantized_bytes()
 """Memory for dequantized matrices, unless a single one is larger."""
 
-
 most_padded_rows = _native.most_padded_rows
+
+
+def experts_at_once(hidden: int, width: int) -> int:
+    """Return how many experts have a matrix [hidden, width] dequantized at a time."""
+    return max(1, DEQUANTIZED_BYTES // (2 * hidden * width))
+
+
+def dequantized_bytes(hidden: int, width: int) -> int:
+    """Return the most bytes of the matrices that are dequantized at a time."""
+    return 2 * hidden * width * experts_at_once(hidden, width)
 
 
 @dataclass(frozen=True)
