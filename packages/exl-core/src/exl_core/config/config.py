@@ -20,6 +20,7 @@ from ..loading.checkpoint import Checkpoint
 from ..rope import RopeSettings
 from .model_folder import check_model_folder
 from .rope_config import LENGTH_KEYS, alternative_rope, main_rope, read_rope
+from .vocabulary import padded_vocabulary
 
 __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 
@@ -29,7 +30,6 @@ SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multipli
 # The MLP in some files of the Llama kind: gate above up, and down.
 SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
 CPU_MATMUL_MODES = ("int8", "exact")
-VOCAB_PADDING = 32  # the number of logits is a multiple of this
 # Far beyond any published model; a file that asks for more is damaged or hostile.
 MAX_LAYERS, MAX_WIDTH, MAX_EXPERTS = 4096, 1 << 22, 1 << 14
 
@@ -234,8 +234,8 @@ class ExLlamaV2Config:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of logits: vocab_size rounded up to a multiple of 32."""
-        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+        """Number of logits: vocab_size with its padding."""
+        return padded_vocabulary(self.vocab_size)
 
     @property
     def attention_scale(self) -> float:

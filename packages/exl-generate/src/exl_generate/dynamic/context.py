@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from exl_core.config.vocabulary import padded_vocabulary
 from exl_generate.dynamic.pages import PageTable, namespace_digest
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class JobContext:
         self.page_table = page_table
         self.num_draft_tokens = num_draft_tokens
         self.new_acceptance = new_acceptance
-        #: columns of the logits: the vocabulary rounded up to a multiple of 32
-        self.padded_vocab_size: int = -(-model.config.vocab_size // 32) * 32
+        #: columns of the logits
+        self.padded_vocab_size = padded_vocabulary(model.config.vocab_size)
         #: adapters of jobs that name none of their own
         self.current_loras: list[RequestAdapter] = []
         #: how often a module of the model was replaced, wrapped in an `Intervention` or taken out of one

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 
 import torch
 
+from exl_core.config.vocabulary import padded_vocabulary
 from exl_generate.errors import RequestError
 from exl_generate.sampling.validation import validate
 from exl_kernels.sampling import SparseBias
@@ -229,7 +230,7 @@ class Settings:
         return {k: v for k, v in values.items() if v is not getattr(default, k) and not _same(v, getattr(default, k))}
 
     def _own_bias(self, tokenizer: Tokenizer, fill: float) -> torch.Tensor:
-        width = -(-tokenizer.config.vocab_size // 32) * 32
+        width = padded_vocabulary(tokenizer.config.vocab_size)
         if isinstance(self.token_bias, Mapping):
             return SparseBias.of(self.token_bias).dense(width)
         if isinstance(self.token_bias, SparseBias):

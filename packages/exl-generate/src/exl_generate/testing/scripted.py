@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_core.config.vocabulary import padded_vocabulary
 from exl_core.contracts import ForwardResult
 from exl_generate.contracts import CacheView
 
@@ -255,7 +256,7 @@ class ScriptedModel(ModelBase):
     def logits_of(self, hashes: NDArray[np.uint64], wanted: Sequence[int | None]) -> NDArray[np.float32]:
         """Return float32 [n, Vp] for contexts of these hashes; `wanted` names the script's token of each, if any."""
         vocab = self.config.vocab_size
-        rows = np.full((len(hashes), -(-vocab // 32) * 32), _PAD_LOGIT, dtype=np.float32)
+        rows = np.full((len(hashes), padded_vocabulary(vocab)), _PAD_LOGIT, dtype=np.float32)
         for begin in range(0, len(hashes), _HASHES):
             part = slice(begin, begin + _HASHES)
             mixed = hashes[part, None] ^ self._of_ids
