@@ -153,9 +153,8 @@ class ExLlamaV2(SteppingModel):
 
         Returns:
             A dict with the keys that apply: "logits" as in `forward`, "last_state" [batch, q_len, hidden], "states"
-                {index:
-            input of model.modules[index]}. "aborted": True alone if `abort_event` was set; cache.current_seq_len is
-            then unchanged.
+            {index: input of model.modules[index]}. "aborted": True alone if `abort_event` was set;
+            cache.current_seq_len is then unchanged.
 
         Raises:
             ModelStateError, SequenceTooLongError, TokenIdError, InputError: as for `forward`.

@@ -25,7 +25,8 @@ launches with one rounding less.
 
 `ways.py` decides among them from facts about the model and the pass; `exl info --kernels` asks it about models that are
 not loaded. `captured.py` has the conditions that need the tensors of a pass (pages, positions, slots of adapters), and
-those of captured prompts and of sharded steps, which that report leaves out. No other code chooses among these ways.
+those of sharded steps; `prompt_graphs.py` has those of captured prompts. That report leaves them out. No other code
+chooses among these ways.
 Inside of one, other code chooses launches:
 
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
