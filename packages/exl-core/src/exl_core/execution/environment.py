@@ -63,7 +63,7 @@ def joined_rows() -> int:
 
 
 def refusal_of_joined_rows(rows: int) -> str | None:
-    """Return why launches of so many rows, or of their blocks of PACKED_ROWS, are not joined, or None."""
+    """Return why launches of so many rows, of which PACKED_ROWS at most count, are not joined, or None."""
     most = joined_rows()
     return (
         None

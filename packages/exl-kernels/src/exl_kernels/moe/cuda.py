@@ -23,7 +23,7 @@ from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
 from ..linear.planned import KEPT_PLANS, blocks_of
-from ..selection import LIMITS, PACKED_ROWS, RouterPlan, refusal_of_experts
+from ..selection import LIMITS, RouterPlan, refusal_of_experts
 from .dequantized import experts_at_once, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "expert_router", "most_scratch_bytes", "why_apart"]
@@ -35,7 +35,7 @@ most_scratch_bytes = _native.CudaExperts.most_scratch_bytes
 """(*, rows, chosen, experts, hidden, width) -> the most scratch memory, in bytes, of the shared launches of a call of
 `rows` rows with `chosen` of `experts` experts each; `width` features are between gate, up and down."""
 
-KEPT_ARRIVALS = PACKED_ROWS
+KEPT_ARRIVALS = 64
 """Rows of a call whose counters a router keeps, zero between calls. A call of more rows makes its own."""
 
 
