@@ -81,7 +81,13 @@ impl CudaExperts {
         hidden: usize,
         width: usize,
     ) -> usize {
-        moe::most_scratch_bytes(rows, chosen, experts, hidden, width)
+        let call = moe::select::Call {
+            rows,
+            chosen,
+            experts,
+            hidden,
+        };
+        moe::most_scratch_bytes(call, width)
     }
 
     /// The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.

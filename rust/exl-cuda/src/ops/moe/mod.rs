@@ -248,15 +248,17 @@ impl Experts {
     /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
     pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
         let invariant = invariant || !self.plain;
-        select::select(
+        let call = self.shape(rows, chosen);
+        select::select(call, self.weights, &self.forms, invariant)
+    }
+
+    fn shape(&self, rows: usize, chosen: usize) -> select::Call {
+        select::Call {
             rows,
             chosen,
-            self.count(),
-            self.hidden,
-            self.weights,
-            &self.forms,
-            invariant,
-        )
+            experts: self.count(),
+            hidden: self.hidden,
+        }
     }
 
     /// The kernels of the launches of [`run`], in their order; none where [`Experts::kernel`] is not one of shared launches.
@@ -296,7 +298,7 @@ impl Experts {
 
     /// How the shared launches of a call multiply.
     fn form(&self, rows: usize, chosen: usize) -> Form {
-        select::form(rows, chosen, self.count(), self.hidden, &self.forms)
+        select::form(self.shape(rows, chosen), &self.forms)
     }
 
     /// Columns of packed inputs: room for the last item of each expert.
@@ -578,7 +580,8 @@ mod tests {
             let mut experts = made(count, hidden, 256);
             experts[0][1].features_host.reverse();
             let chosen = chosen.min(count);
-            let most = most_scratch_bytes(rows, chosen, count, hidden, 256);
+            let call = select::Call { rows, chosen, experts: count, hidden };
+            let most = most_scratch_bytes(call, 256);
             let of_card = |card: crate::Card| Experts::new(&all(&experts), &card.with_own_code()).unwrap().scratch_bytes(rows, chosen);
             let found = CARDS.map(of_card).into_iter().max().unwrap();
             prop_assert!(found <= most && most <= 2 * found, "{} of {}", found, most);

@@ -41,18 +41,13 @@ pub fn rows_at_once(rows: usize, chosen: usize) -> usize {
     rows.min(MOST_PAIRS / chosen.max(1))
 }
 
-/// Most bytes of scratch memory of a call on any card, for experts whose gate and up have orders of their own. Matrices have at most
+/// Most bytes of scratch memory of a call on any card, for experts whose gate and up, of `width` features, have orders of their own. Matrices have at most
 /// [`MOST_PADDING`] padding rows.
-pub fn most_scratch_bytes(
-    rows: usize,
-    chosen: usize,
-    experts: usize,
-    hidden: usize,
-    width: usize,
-) -> usize {
-    let rows = rows_at_once(rows, chosen);
-    let pairs = rows * chosen;
-    let columns = pairs + (select::most_rows(rows, chosen, experts, hidden) - 1) * experts;
+pub fn most_scratch_bytes(call: select::Call, width: usize) -> usize {
+    let rows = rows_at_once(call.rows, call.chosen);
+    let call = select::Call { rows, ..call };
+    let (hidden, pairs) = (call.hidden, rows * call.chosen);
+    let columns = pairs + (select::most_rows(call) - 1) * call.experts;
     let [x, inner] =
         [hidden, width].map(|features| (features + MOST_PADDING).next_multiple_of(UNIT_ROWS));
     Scratch::of(pairs, columns, 2 * x, inner, hidden).bytes()

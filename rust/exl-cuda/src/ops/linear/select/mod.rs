@@ -218,8 +218,7 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
     let idles = |matrix| caps.has(Feature::Wgmma) && few::idles(caps, &[matrix], false, false);
     let few = (large && rows <= FEW_ROWS && !idles(matrix)).then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch =
-        is_invariant(rows, call.invariant) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
+    let batch = is_invariant(rows, call.invariant) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])

@@ -69,18 +69,21 @@ const ROWS_BY_PAIRS_OF_16: usize = 32;
 const PAIRED_AVERAGE: usize = 1;
 const PAIRED_HIDDEN: usize = 2_560;
 
+/// The shape of a call: `rows` rows, each of which chooses `chosen` of `experts` experts of `hidden` inputs.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    pub rows: usize,
+    pub chosen: usize,
+    pub experts: usize,
+    pub hidden: usize,
+}
+
 /// How shared launches multiply, one of the `forms` of the card. More than [`super::MOST_PAIRS`] pairs are several calls.
-pub(super) fn form(
-    rows: usize,
-    chosen: usize,
-    experts: usize,
-    hidden: usize,
-    forms: &[Form],
-) -> Form {
-    let pairs = super::scratch::rows_at_once(rows, chosen) * chosen;
-    let at_most = |average: usize| pairs <= average * experts;
-    let paired = hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * experts;
-    let found = if rows <= FEW_ROWS || at_most(ROWS_BY_8) {
+pub(super) fn form(call: Call, forms: &[Form]) -> Form {
+    let pairs = super::scratch::rows_at_once(call.rows, call.chosen) * call.chosen;
+    let at_most = |average: usize| pairs <= average * call.experts;
+    let paired = call.hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * call.experts;
+    let found = if call.rows <= FEW_ROWS || at_most(ROWS_BY_8) {
         [Form::PairsBy8, Form::By8]
     } else if at_most(ROWS_BY_16) {
         [Form::PairsBy16, Form::By16]
@@ -100,30 +103,28 @@ pub(super) fn form(
 }
 
 /// Most rows of an item of shared launches of so many rows, on a card with or without memory and kernels for any form.
-pub(super) fn most_rows(rows: usize, chosen: usize, experts: usize, hidden: usize) -> usize {
+pub(super) fn most_rows(call: Call) -> usize {
     let single: Vec<Form> = Form::ALL.into_iter().filter(|f| f.tiles() == 1).collect();
-    let of = |forms: &[Form]| form(rows, chosen, experts, hidden, forms).rows();
+    let of = |forms: &[Form]| form(call, forms).rows();
     of(&Form::ALL).max(of(&single))
 }
 
-/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each, on a card that has
-/// `forms`. With `invariant`, rows do not depend on one another.
-pub fn select(
-    rows: usize,
-    chosen: usize,
-    experts: usize,
-    hidden: usize,
-    weights: usize,
-    forms: &[Form],
-    invariant: bool,
-) -> Kernel {
+/// The way to run a call by experts of `weights` weights each, on a card that has `forms`. With `invariant`, rows do not depend on one
+/// another.
+pub fn select(call: Call, weights: usize, forms: &[Form], invariant: bool) -> Kernel {
+    let Call {
+        rows,
+        chosen,
+        experts,
+        ..
+    } = call;
     let pairs = rows * chosen;
     if !is_invariant(rows, invariant) && pairs > experts * DEQUANTIZED_ROWS {
         Kernel::Dequantized
     } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart
     } else {
-        Kernel::Shared(form(rows, chosen, experts, hidden, forms))
+        Kernel::Shared(form(call, forms))
     }
 }
 
