@@ -16,6 +16,8 @@ from exl_core.loading import memory
 from exl_core.loading.plan import DEFAULT_RESERVE, plan
 from exl_generate.cli import doctor
 from exl_kernels.device import CudaDevice, CudaStatus
+from exl_kernels.errors import DeviceError
+from exl_kernels.selection import Card
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 RUNS = [
@@ -41,6 +43,17 @@ def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -
     patch.setattr(torch.cuda, "device_count", lambda: len(cards))
     patch.setattr(torch.cuda, "get_arch_list", lambda: [])
     patch.setattr(memory, "free_cuda_bytes", lambda device: free)
+
+
+def treated_as(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the kernels' table have these known cards in place of this machine's."""
+
+    def device(index: int) -> Card:
+        if index >= len(names):
+            raise DeviceError(f"cuda:{index} is busy")
+        return Card.named(names[index])
+
+    patch.setattr(doctor.Card, "device", device)
 
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
@@ -144,11 +157,15 @@ def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.Monk
     status = CudaStatus(True, ("80",), "13.0", "13.0", cards, None, "EXL_CUDA_ARCHS: 80")
     monkeypatch.setattr(doctor, "cuda_status", lambda: status)
     monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    treated_as(monkeypatch, "4090", "A100", "4090")
     code, out, _ = exl("doctor", "--json")
     facts = json.loads(out)
     assert code == 0
     assert facts["cuda"]["chosen_by"] == "EXL_CUDA_ARCHS: 80"
     assert facts["cuda"]["devices"].split("; ")[0] == "0: Card 0, 24 GiB, code of 80+ptx"
+    ampere = "async_copy, mma_pipeline"
+    known = [f"{index}: {ampere}" for index in range(3)]
+    assert facts["cuda"]["kernels_use"].split("; ") == [*known, "4: cuda:4 is busy"]
     portable, older, unused, graphs = facts["advice"]
     assert "cuda:0 (Card 0) runs portable code" in portable
     assert "cuda:1 (Card 1) runs code for sm_80" in older
@@ -162,6 +179,24 @@ def test_doctor_names_the_card_whose_limits_are_imposed(exl, monkeypatch: pytest
     card = CudaDevice(0, "Card", (9, 0), 82, 99 << 10, 80 << 30, None, "80+ptx", "90a", "3090")
     status = CudaStatus(True, ("80+ptx",), "13.0", "13.0", (card,), None)
     monkeypatch.setattr(doctor, "cuda_status", lambda: status)
+    treated_as(monkeypatch, "3090")
     facts = json.loads(exl("doctor", "--json")[1])
     assert facts["cuda"]["devices"] == "0: Card, 80 GiB, code of 80+ptx, treated as a 3090"
     assert facts["advice"][0] == "EXL_CUDA_LIMITS treats cuda:0 (Card) as a 3090: unset it"
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("H100", "bulk_copy, clusters, tested_clusters, wgmma"),
+        ("4090", "async_copy, mma_pipeline"),
+        ("2080 Ti", "kernels for any card alone"),
+    ],
+)
+def test_doctor_says_what_the_kernels_of_a_card_may_use(
+    exl, monkeypatch: pytest.MonkeyPatch, name: str, features: str
+) -> None:
+    card = CudaDevice(0, name, (9, 0), 132, 1 << 17, 80 << 30, None, "90a", "90a")
+    monkeypatch.setattr(doctor, "cuda_status", lambda: CudaStatus(True, ("90a",), "13.0", "13.0", (card,), None))
+    treated_as(monkeypatch, name)
+    assert json.loads(exl("doctor", "--json")[1])["cuda"]["kernels_use"] == f"0: {features}"

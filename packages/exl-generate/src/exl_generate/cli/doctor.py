@@ -17,6 +17,7 @@ from exl_core.execution.environment import GRAPHS_VARIABLE, captures_steps
 from exl_generate.cli.tables import show_table
 from exl_kernels import threads
 from exl_kernels.device import CudaDevice, CudaStatus, cuda_status, programmatic_launch
+from exl_kernels.selection import Card
 
 __all__ = ["examine", "run"]
 
@@ -66,6 +67,7 @@ def examine() -> dict[str, Any]:
             "driver": cuda.driver_version,
             "captured_steps": captures_steps(),
             "devices": "; ".join(_card(d) for d in cuda.devices) or None,
+            "kernels_use": "; ".join(_features(d) for d in cuda.devices if d.code is not None) or None,
         },
         "packages": {
             **{name: version(name) for name in ("exl-kernels", "exl-core", "exl-filters", "exl-generate")},
@@ -81,6 +83,15 @@ def _card(card: CudaDevice) -> str:
     code = "no code for it" if card.code is None else f"code of {card.code}"
     treated = "" if card.treated_as is None else f", treated as a {card.treated_as}"
     return f"{card.index}: {card.name}, {card.memory_bytes / 2**30:.0f} GiB, {code}{treated}"
+
+
+def _features(card: CudaDevice) -> str:
+    """What the choice of kernels may count on where a GPU runs code of this build."""
+    try:
+        features = sorted(Card.device(card.index).features)
+    except DeviceError as error:
+        return f"{card.index}: {error}"
+    return f"{card.index}: {', '.join(features) or 'kernels for any card alone'}"
 
 
 def _advice(cuda: CudaStatus) -> list[str]:
