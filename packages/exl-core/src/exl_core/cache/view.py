@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..axes import RopeOffsets
-from .base import ExLlamaV2CacheBase
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
     from ..config import ExLlamaV2Config
+    from ..contracts import Cache, PagedCache
 
 __all__ = ["PagedView"]
 
@@ -25,7 +25,7 @@ class PagedView:
         cache: the cache that owns the memory.
     """
 
-    def __init__(self, cache: ExLlamaV2CacheBase) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._paged = cache
         self.batch_size = 1
         self.max_seq_len = cache.batch_size * cache.max_seq_len
@@ -38,7 +38,7 @@ class PagedView:
         """Raise CacheError unless the cache fits a model of `config`."""
         self._paged.check_model(config)
 
-    def shards(self) -> Sequence[ExLlamaV2CacheBase]:
+    def shards(self) -> Sequence[PagedCache]:
         """Return one cache for each device with heads."""
         return self._paged.shards()
 

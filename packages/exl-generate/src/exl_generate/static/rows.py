@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from exl_core.cache import ExLlamaV2CacheBase
 from exl_core.cache.view import PagedView
-from exl_generate.contracts import Cache, CacheView
+from exl_core.contracts import Cache as PassCache
+from exl_generate.contracts import Cache, CacheView, first_missing
 
 if TYPE_CHECKING:
     from exl_core.language_model import LoadedModel
@@ -38,26 +38,42 @@ class OneRow(CacheView):
         """The format of the stored keys and values."""
         return self._cache.kind
 
-    def copy_states(self, target: Any, from_column: int, from_columns: int, to_column: int, *_: int) -> None:
-        """Copy tokens inside one page to another page; pages never cross the end of a row."""
+    def copy_states(
+        self,
+        target: Cache | OneRow,
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        from_row: int,
+        from_rows: int,
+        to_row: int,
+        to_rows: int,
+    ) -> None:
+        """Copy tokens inside one page to another page; pages never cross the end of a row.
+
+        Rows are found from the columns: those that are given are of the one row.
+        """
         length = self._cache.max_seq_len
         from_row, from_column = divmod(from_column, length)
         to_row, to_column = divmod(to_column, length)
         other = target._cache if isinstance(target, OneRow) else target
-        self._cache.copy_states(other, from_column, from_columns, to_column, from_columns, from_row, 1, to_row, 1)
+        self._cache.copy_states(
+            other, from_column, from_columns, to_column, to_columns, from_row, from_rows, to_row, to_rows
+        )
 
 
 class PagedOneRow(OneRow, PagedView):
-    """`OneRow` of a cache of exl_core, with all that its models read of a cache whose rows are pages."""
+    """`OneRow` of a cache that executors take, with all that they read of a cache whose rows are pages."""
 
-    def __init__(self, cache: ExLlamaV2CacheBase) -> None:
+    def __init__(self, cache: Cache) -> None:
         OneRow.__init__(self, cache)
-        PagedView.__init__(self, cache)
+        PagedView.__init__(self, cast(PassCache, cache))
 
 
 def one_row(cache: Cache) -> OneRow:
     """Return the view of `cache` for a generator over all of its rows."""
-    return PagedOneRow(cache) if isinstance(cache, ExLlamaV2CacheBase) else OneRow(cache)
+    return PagedOneRow(cache) if first_missing(cache, PassCache) is None else OneRow(cache)
 
 
 def page_size_of(cache: Cache) -> int:
