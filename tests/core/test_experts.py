@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config
 from exl_core.convert import quantize_model
+from exl_core.execution import own_pass
 from exl_core.execution.batch import Step
 from exl_core.execution.experts_pass import ExpertsTogether
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
@@ -30,9 +30,9 @@ from exl_core.execution.halves import ExpertsHalf, half_of
 from exl_core.execution.operators import APART
 from exl_core.execution.own_pass import choose_own_pass
 from exl_core.layers import Attention, MoE, RMSNorm
-from exl_core.layers import moe as moe_layer
 from exl_core.layers.sublayer import BY_OPERATOR
 from exl_core.lora.pairs import LoraPair
+from exl_kernels.moe import CpuExperts
 from exl_kernels.selection import PACKED_ROWS
 
 LENGTH = 40
@@ -230,19 +230,16 @@ ONE_MIXTURE = pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "
 
 
 @pytest.fixture
-def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Those of the first mixture, whose own pass is chosen anew."""
     mixture, made, describe = mixtures(model)[0], Launches(), MoE.describe
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
     monkeypatch.setattr(MoE, "describe", lambda moe: replace(describe(moe), routing=cast(Any, made)))
+    monkeypatch.setattr(own_pass, "group_experts", lambda *_: made)
     monkeypatch.setattr(mixture, "own_pass", BY_OPERATOR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe_layer, "group_experts", lambda *_: made)
-        mixture.group()
     choose_own_pass(mixture)
     assert isinstance(mixture.own_pass, ExpertsTogether)
-    yield made
-    mixture.group()
+    return made
 
 
 MINE = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
@@ -293,7 +290,7 @@ def test_experts_that_do_not_share_a_call_run_by_operator(model: ExLlamaV2, monk
     monkeypatch.setattr(MoE, "forward_by_operator", noted)
     together = mixture.forward(x.clone(), step_of())
     assert not ran
-    monkeypatch.setattr(type(mixture.describe().grouped), "shares", lambda *_: False)
+    monkeypatch.setattr(CpuExperts, "shares", lambda *_: False)
     apart = mixture.forward(x.clone(), step_of())
     assert ran == [3]
     assert torch.equal(together, apart)

@@ -111,9 +111,7 @@ class Quantized(metaclass=OfQuantized):
 
 def refusal_of_group(mixture: MoE) -> str | None:
     """Return why the loaded experts of a mixture share no launches."""
-    parts = [expert.matrices() for expert in mixture.experts]
-    whole = [matrices for matrices in parts if matrices is not None]
-    assert len(whole) == len(parts), "no expert has padding columns"
+    whole = [(expert.gate.quant, expert.up.quant, expert.down.quant) for expert in mixture.experts]
     return cuda.why_apart(whole, mixture.activation, mixture.chosen)
 
 

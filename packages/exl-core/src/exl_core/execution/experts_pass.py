@@ -13,6 +13,7 @@ from exl_kernels.moe import ExpertGroup
 
 from ..layers import MoE
 from ..layers.description import ExpertsDescription
+from ..layers.moe import SharedCalls
 from ..layers.norm import RMSNorm, rms_of
 from ..layers.sublayer import SubLayer
 from .batch import Step
@@ -26,7 +27,7 @@ def router_norm(about: ExpertsDescription) -> RMSNorm | None:
     return None if about.float_residual else rms_of(about.norm)
 
 
-class ExpertsTogether:
+class ExpertsTogether(SharedCalls):
     """A mixture with its experts in one call.
 
     Args:
@@ -38,6 +39,15 @@ class ExpertsTogether:
         self._about, self._grouped = about, grouped
         routing, norm = about.routing, input_norm(router_norm(about))
         self._norming = None if routing is None or norm is None else (routing, norm)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the calls are launches on a GPU."""
+        return self._grouped.device.type == "cuda"
+
+    def shares(self, rows: int) -> bool:
+        """Return whether the experts of so many batch-invariant rows share calls."""
+        return self._grouped.shares(rows, self._about.chosen, True)
 
     def run(self, half: SubLayer, x: Tensor, step: Step) -> Tensor:
         """Run x [T, hidden] in place; by operators where experts have adapters or do not share calls for T rows."""

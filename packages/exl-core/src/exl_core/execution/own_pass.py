@@ -12,9 +12,13 @@ know runs operator by operator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from exl_kernels.block import AttentionBlock, MlpBlock
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.moe import ExpertGroup, group_experts
 
 from ..layers import Linear, Module
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MlpDescription
@@ -28,7 +32,10 @@ __all__ = ["AttentionInBlock", "MlpInBlock", "choose_own_pass"]
 
 
 def choose_own_pass(module: Module) -> None:
-    """Let a loaded half run in the first of these ways that applies, also one that hooks or other code hold."""
+    """Let a loaded half run in the first of these ways that applies, also one that hooks or other code hold.
+
+    An error leaves the half unloaded.
+    """
     found, left = set[int](), list[object]([module])
     while left:
         part = left.pop()
@@ -37,7 +44,7 @@ def choose_own_pass(module: Module) -> None:
         found.add(id(part))
         if isinstance(part, SubLayer):
             if part.loaded:
-                part.own_pass = _own_pass(part.describe())
+                _choose(part)
         elif isinstance(part, Module):
             left += vars(part).values()
         elif isinstance(part, list | tuple):
@@ -46,14 +53,43 @@ def choose_own_pass(module: Module) -> None:
             left += part.values()
 
 
+def _choose(half: SubLayer) -> None:
+    try:
+        half.own_pass = _own_pass(half.describe())
+    except BaseException:
+        half.unload()
+        raise
+
+
 def _own_pass(about: HalfDescription) -> OwnPass:
     if isinstance(about, AttentionDescription) and about.mlp is None and _fits_block(about):
         return AttentionInBlock(about)
     if isinstance(about, MlpDescription) and _fits_block(about):
         return MlpInBlock(about)
-    if isinstance(about, ExpertsDescription) and about.grouped is not None and about.holds:
-        return ExpertsTogether(about, about.grouped)
+    if isinstance(about, ExpertsDescription) and about.holds:
+        grouped = _grouped(about)
+        return BY_OPERATOR if grouped is None else ExpertsTogether(about, grouped)
     return BY_OPERATOR
+
+
+def _grouped(about: ExpertsDescription) -> ExpertGroup | None:
+    """Return the loaded experts in shared calls; None where they have none."""
+    if about.apart:
+        return None
+    experts = [_whole(expert) for expert in about.experts]
+    whole = [parts for parts in experts if parts is not None]
+    if len(whole) < len(experts) or whole[0][0].device != about.router.loaded_matrix.device:
+        return None
+    shared = None if about.shared is None else _whole((*about.shared.first, about.shared.last))
+    return group_experts(whole, about.activation, about.chosen, shared)
+
+
+def _whole(expert: Sequence[Linear]) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
+    """Return gate, up and down of an expert; None where one is sharded over devices or has padding columns."""
+    if any(isinstance(m.matrix, ShardedMatrix) or m.stored_features != m.out_features for m in expert):
+        return None
+    gate, up, down = (linear.quant for linear in expert)
+    return gate, up, down
 
 
 def _fits_block(about: AttentionDescription | MlpDescription) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exl_kernels.moe import ExpertGroup, ExpertRouter
+from exl_kernels.moe import ExpertRouter
 
 from ..architectures.base import Activation
 from ..architectures.windows import LayerRope
@@ -105,8 +105,8 @@ class ExpertsDescription(HalfDescription):
     """The sigmoid of its result weights the shared expert's."""
     routing: ExpertRouter | None
     """The launch of the loaded router; None where there is none."""
-    grouped: ExpertGroup | None
-    """The loaded experts in shared calls; None where they have none."""
+    apart: bool
+    """The experts never share calls, since processes exchange the outputs of each."""
 
     @property
     def holds(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -11,22 +12,21 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.moe import ExpertGroup, ExpertRouter, expert_router, group_experts
+from exl_kernels.moe import ExpertRouter, expert_router
 
 from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
 from ..transfer import send
 from .description import ExpertsDescription
 from .linear import Linear
-from .matrix import ShardedMatrix
 from .mlp import FeedForward, GatedMLP, activated
 from .norm import Norm
-from .sublayer import BY_OPERATOR
+from .sublayer import OwnPass
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["WHOLE_EXPERTS", "Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
+__all__ = ["WHOLE_EXPERTS", "Expert", "ExpertSharding", "MoE", "SharedCalls", "chosen_experts", "sparse_mixture"]
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,6 @@ class Expert:
 
     def __iter__(self) -> Iterator[Linear]:
         return iter((self.gate, self.up, self.down))
-
-    def matrices(self) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
-        """Return the loaded matrices; None where a matrix is sharded over devices or has padding columns."""
-        if any(isinstance(m.matrix, ShardedMatrix) or m.stored_features != m.out_features for m in self):
-            return None
-        return self.gate.quant, self.up.quant, self.down.quant
 
 
 class ExpertSharding(Protocol):
@@ -134,6 +128,19 @@ class WholeExperts:
 WHOLE_EXPERTS = WholeExperts()
 
 
+class SharedCalls(OwnPass):
+    """The pass of a mixture whose experts share calls (`execution/experts_pass.py`)."""
+
+    @property
+    @abstractmethod
+    def on_gpu(self) -> bool:
+        """Whether the calls are launches on a GPU."""
+
+    @abstractmethod
+    def shares(self, rows: int) -> bool:
+        """Return whether the experts of so many batch-invariant rows share calls."""
+
+
 class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
 
@@ -176,53 +183,35 @@ class MoE(FeedForward):
         self.shared_gate = shared_gate
         self.sharding: ExpertSharding = WHOLE_EXPERTS  # `execution/sharded/cutting.py` may give another one
         self._router: ExpertRouter | None = None
-        self._grouped: ExpertGroup | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
-        """Read the weights and group the experts. An error leaves the module unloaded."""
-        self._ungroup()
+        """Read the weights. An error leaves the module unloaded."""
+        self._router = None
         super().load(source, device)
         try:
-            self.group()
+            router = self.router.loaded_matrix
+            if isinstance(router, QuantMatrix) and router.device.type == "cuda":
+                self._router = expert_router(router, self.chosen, self.normalize, self.jitter)
         except BaseException:
             self.unload()
             raise
 
     def unload(self) -> None:
         """Drop the weights."""
-        self._ungroup()
+        self._router = None
         super().unload()
-
-    def _ungroup(self) -> None:
-        """Drop what `group` made, which holds the weights of the experts."""
-        self._router = self._grouped = None
-
-    def group(self) -> None:
-        """Let the loaded experts share calls where possible."""
-        self._ungroup()
-        router = self.router.loaded_matrix
-        if isinstance(router, QuantMatrix) and router.device.type == "cuda":
-            self._router = expert_router(router, self.chosen, self.normalize, self.jitter)
-        if self.sharding.apart:
-            return
-        experts = [expert.matrices() for expert in self.experts]
-        whole = [parts for parts in experts if parts is not None]
-        if len(whole) < len(experts) or whole[0][0].device != router.device:
-            return
-        shared = None if self.shared is None else Expert(*self.shared.submodules()).matrices()
-        self._grouped = group_experts(whole, self.activation, self.chosen, shared)
 
     @property
     def capturable(self) -> bool:
         """Whether the pass of the loaded mixture shares launches on a GPU: else the host decides which experts run."""
-        on_gpu = self._grouped is not None and self._grouped.device.type == "cuda"
-        return on_gpu and self.own_pass is not BY_OPERATOR
+        return isinstance(self.own_pass, SharedCalls) and self.own_pass.on_gpu
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Override `Module.refusal_of_rows`: the experts must share launches."""
-        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen, True):
-            return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
-        return None
+        own = self.own_pass
+        if self.capturable and isinstance(own, SharedCalls) and own.shares(rows):
+            return None
+        return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
 
     def describe(self) -> ExpertsDescription:
         """Return the description of the half."""
@@ -241,7 +230,7 @@ class MoE(FeedForward):
             shared=None if self.shared is None else self.shared.describe(),
             shared_gate=self.shared_gate,
             routing=self._router,
-            grouped=self._grouped,
+            apart=self.sharding.apart,
         )
 
     def submodules(self) -> Iterator[Linear]:
