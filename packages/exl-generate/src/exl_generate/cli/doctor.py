@@ -86,7 +86,7 @@ def _card(card: CudaDevice) -> str:
 
 
 def _features(card: CudaDevice) -> str:
-    """What the choice of kernels may count on where a GPU runs code of this build."""
+    """Return what the choice of kernels may count on where a GPU runs code of this build."""
     try:
         features = sorted(Card.device(card.index).features)
     except DeviceError as error:
