@@ -217,7 +217,7 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
         else:
             weights.fill(linear, ".".join(linear.key.split(".")[-2:]), place)
     if isinstance(module, MoE):
-        module.group()
+        module.make_router()
     choose_own_pass(module)
 
 

@@ -189,12 +189,17 @@ class MoE(FeedForward):
         self._router = None
         super().load(source, device)
         try:
-            router = self.router.loaded_matrix
-            if isinstance(router, QuantMatrix) and router.device.type == "cuda":
-                self._router = expert_router(router, self.chosen, self.normalize, self.jitter)
+            self.make_router()
         except BaseException:
             self.unload()
             raise
+
+    def make_router(self) -> None:
+        """Make the launch of the loaded router, on a GPU."""
+        matrix = self.router.loaded_matrix
+        self._router = None
+        if isinstance(matrix, QuantMatrix) and matrix.device.type == "cuda":
+            self._router = expert_router(matrix, self.chosen, self.normalize, self.jitter)
 
     def unload(self) -> None:
         """Drop the weights."""
