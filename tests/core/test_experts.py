@@ -202,6 +202,23 @@ def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     assert torch.equal(in_one_call(model, ids), before)
 
 
+def test_a_mixture_whose_experts_cannot_be_grouped_is_not_loaded(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = next(at for at, module in enumerate(model.modules) if isinstance(module, MoE))
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_pass, "group_experts", full)
+        with pytest.raises(MemoryError):
+            model.load_module(at)
+    assert not model.modules[at].loaded
+    model.load_module(at)
+    assert isinstance(mixtures(model)[0].own_pass, ExpertsTogether)
+
+
 class Launches:
     """A router that norms its rows, and experts in shared launches, which note their calls."""
 
