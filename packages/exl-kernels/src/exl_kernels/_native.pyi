@@ -91,6 +91,7 @@ __all__ = [
     "cuda_cards",
     "cuda_embed",
     "cuda_float_rows",
+    "cuda_has_fine_scales",
     "cuda_is_decode_step",
     "cuda_kv_transfer",
     "cuda_launches",
@@ -511,7 +512,9 @@ class CudaLayout:
         int32
         """
     @staticmethod
-    def from_exl2(name: str, parts: Exl2Parts, threads: int, pack: bool = True) -> CudaLayout:
+    def from_exl2(
+        name: str, parts: Exl2Parts, threads: int, pack: bool = True, *, fine_scales: bool = False
+    ) -> CudaLayout:
         """
         `pack` = False leaves the image to `pack_exl2`.
         """
@@ -702,7 +705,7 @@ class CudaShape:
     The shape of a quantized matrix in the GPU's layout, without its weights.
     """
     @staticmethod
-    def from_exl2(name: str, parts: Exl2Parts) -> CudaShape: ...
+    def from_exl2(name: str, parts: Exl2Parts, *, fine_scales: bool = False) -> CudaShape: ...
     @staticmethod
     def from_gptq(name: str, parts: GptqParts, format: GptqFormat) -> CudaShape: ...
     @property
@@ -1863,6 +1866,14 @@ def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
     """
     Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
     fill up.
+    """
+
+def cuda_has_fine_scales(q_groups: Sequence[int], words: int) -> bool:
+    """
+    Whether the GPU's layout of an EXL2 matrix stores a scale for every 32 rows because some groups are smaller than 128 rows. False for
+    groups that the format forbids.
+
+    `q_groups`: as in the file; `words`: rows of `q_weight`.
     """
 
 def cuda_is_decode_step(tokens: int) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "Selection",
     "adapter_kernels",
     "attention_stores_keys",
+    "has_fine_scales",
     "is_decode_step",
     "known_cards",
     "norm_kernel",
@@ -142,6 +143,21 @@ class Selection:
         return tuple(f"{kernel}: {why}" for kernel, why in self.refused)
 
 
+def has_fine_scales(q_groups: Tensor, words: int) -> bool:
+    """Return whether an EXL2 matrix has a scale for every 32 rows on a GPU: some of its groups are smaller than 128.
+
+    One launch takes matrices that are alike in this: see `fine_scales` of `QuantMatrix.from_exl2`.
+
+    Args:
+        q_groups: int16 [2 * groups], as in the file.
+        words: rows of q_weight.
+
+    Returns:
+        True or False; False for groups that the format forbids, which the matrix is rejected for.
+    """
+    return _native.cuda_has_fine_scales(q_groups.tolist(), words)
+
+
 class MatrixShape:
     """The properties of a quantized matrix that decide its kernel: format, group size, bit widths, order of inputs.
 
@@ -165,19 +181,20 @@ class MatrixShape:
         return int(self._native.out_features)
 
     @classmethod
-    def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "") -> MatrixShape:
+    def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "", fine_scales: bool = False) -> MatrixShape:
         """Take the shape from q_weight, q_scale, q_scale_max, q_groups and q_invperm, as `QuantMatrix.from_exl2`.
 
         Args:
             tensors: the tensors by these names.
             name: the matrix's name in errors.
+            fine_scales: as for `QuantMatrix.from_exl2`.
 
         Raises:
             FormatError: the tensors do not fit the format.
             UnsupportedError: the matrix is too large for a GPU.
         """
         parts = Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
-        return cls(_native.CudaShape.from_exl2(name, parts))
+        return cls(_native.CudaShape.from_exl2(name, parts, fine_scales=fine_scales))
 
     @classmethod
     def from_gptq(

@@ -21,7 +21,7 @@ use crate::rows::FEW_ROWS;
 use half::f16;
 
 pub use pack::Codes;
-pub use plan::Problem;
+pub use plan::{Problem, has_fine_scales};
 
 /// Output features in a tile.
 pub const TILE: usize = 16;

@@ -1,6 +1,6 @@
 //! The order of a checked matrix's rows.
 
-use exl_format::exl2::Exl2View;
+use exl_format::exl2::{Exl2View, Group};
 use exl_format::gptq::GptqView;
 
 use super::{CHUNKS_PER_UNIT, Layout, SLICE_ROWS, Scales, Unit};
@@ -36,15 +36,15 @@ impl Slice {
 
 impl Layout {
     /// The order of an EXL2 matrix. Groups keep their order within a width.
-    pub fn exl2(view: &Exl2View<'_>) -> Result<Self, Problem> {
-        let mut slices = Vec::new();
-        for (g, group) in view.groups().iter().enumerate() {
-            let rows: Vec<i32> = group.rows.clone().map(|row| row as i32).collect();
-            slices.extend(Slice::of_group(group.bits, g as u32, &rows));
-        }
+    ///
+    /// `fine`: a scale for every 32 rows, also where all groups have 128, so that a launch takes it together with a matrix that
+    /// [`has_fine_scales`].
+    pub fn exl2(view: &Exl2View<'_>, fine: bool) -> Result<Self, Problem> {
+        let slices = slices_of(view.groups());
         let perm = view.perm();
         let mut layout = Self::of_slices(
             Scales::Exl2,
+            fine,
             &slices,
             view.in_features(),
             view.out_features(),
@@ -71,6 +71,7 @@ impl Layout {
             .collect();
         Self::of_slices(
             Scales::Gptq,
+            false,
             &slices,
             view.in_features(),
             view.out_features(),
@@ -80,6 +81,7 @@ impl Layout {
 
     fn of_slices(
         scales: Scales,
+        fine: bool,
         slices: &[Slice],
         in_features: usize,
         out_features: usize,
@@ -92,7 +94,11 @@ impl Layout {
         if rows > limit {
             return Err(Problem::TooManyRows { rows, limit });
         }
-        let entry_slices = if share_groups(&slices, 4) { 4 } else { 1 };
+        let entry_slices = if fine || !share_groups(&slices) {
+            1
+        } else {
+            RUN
+        };
         let entry_rows = entry_slices * SLICE_ROWS;
         let source_rows: Vec<i32> = slices.iter().flat_map(|slice| slice.rows).collect();
         let features = source_rows
@@ -142,10 +148,28 @@ fn in_pairs(slices: &[Slice]) -> Vec<Slice> {
     ordered
 }
 
-/// Whether every aligned run of `run` slices lies in one group.
-fn share_groups(slices: &[Slice], run: usize) -> bool {
+/// Slices of the rows of a scale where groups have at least as many.
+const RUN: usize = 4;
+
+/// Whether some groups of an EXL2 matrix have fewer rows than [`RUN`] slices, or begin within such a run: a scale is then stored for every
+/// slice.
+pub fn has_fine_scales(groups: &[Group]) -> bool {
+    !share_groups(&in_pairs(&slices_of(groups)))
+}
+
+fn slices_of(groups: &[Group]) -> Vec<Slice> {
+    let mut slices = Vec::new();
+    for (g, group) in groups.iter().enumerate() {
+        let rows: Vec<i32> = group.rows.clone().map(|row| row as i32).collect();
+        slices.extend(Slice::of_group(group.bits, g as u32, &rows));
+    }
     slices
-        .chunks(run)
+}
+
+/// Whether every aligned run of slices lies in one group.
+fn share_groups(slices: &[Slice]) -> bool {
+    slices
+        .chunks(RUN)
         .all(|part| part.iter().all(|slice| slice.group == part[0].group))
 }
 

@@ -87,9 +87,20 @@ fn assert_same_codes(layout: &Layout, image: &[u8], parts: &[u8]) {
 }
 
 fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
+    let fine = check_exl2_of(groups, n, seed, true);
+    let layout = check_exl2_of(groups, n, seed, false);
+    assert_eq!((fine.entry_rows, fine.rows()), (32, layout.rows()));
+    layout
+}
+
+fn check_exl2_of(groups: &[(u32, usize)], n: usize, seed: u32, fine: bool) -> Layout {
     let matrix = Exl2::new(groups, n, seed);
     let view = matrix.view();
-    let layout = Layout::exl2(&view).expect("fits");
+    let layout = Layout::exl2(&view, fine).expect("fits");
+    assert_eq!(
+        has_fine_scales(view.groups()),
+        Layout::exl2(&view, false).expect("fits").entry_rows == 32
+    );
     let mut image = vec![0xa5u8; layout.bytes()];
     layout.pack(&view, &mut image, 3);
     let parts = [0..1, 1..layout.tiles()].map(|tiles| {

@@ -67,7 +67,14 @@ impl<'a> Exl2View<'a> {
 
     fn check(tensors: Exl2Tensors<'a>) -> Result<Self, Problem> {
         check_shapes(&tensors)?;
-        let groups = read_groups(&tensors)?;
+        let groups = read_groups(tensors.q_groups, tensors.q_weight_shape[0])?;
+        let (found, expected) = (
+            groups.last().map_or(0, |group| group.rows.end),
+            tensors.q_invperm.len(),
+        );
+        if found != expected {
+            return Err(Problem::GroupSum { found, expected });
+        }
         check_permutation(tensors.q_invperm)?;
         let smax = read_scales(tensors.q_scale_max, &groups)?;
         Ok(Self {
@@ -255,18 +262,16 @@ fn check_shapes(t: &Exl2Tensors<'_>) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Read `q_groups` as unsigned 16-bit row offsets, which doubles the range of signed ones.
-fn read_groups(t: &Exl2Tensors<'_>) -> Result<Vec<Group>, Problem> {
-    let rows = t.q_weight_shape[0];
-    let count = t.q_groups.len() / 2;
+/// The groups of a matrix whose `q_weight` has `rows` rows of words.
+///
+/// `q_groups` is read as unsigned 16-bit row offsets, which doubles the range of signed ones.
+pub fn read_groups(q_groups: &[i16], rows: usize) -> Result<Vec<Group>, Problem> {
+    let count = q_groups.len() / 2;
     let mut groups = Vec::with_capacity(count);
     let mut next_row = 0;
     for group in 0..count {
-        let (width, first) = (
-            t.q_groups[2 * group],
-            t.q_groups[2 * group + 1] as u16 as usize,
-        );
-        let end = match t.q_groups.get(2 * group + 3) {
+        let (width, first) = (q_groups[2 * group], q_groups[2 * group + 1] as u16 as usize);
+        let end = match q_groups.get(2 * group + 3) {
             Some(&next) => next as u16 as usize,
             None => rows,
         };
@@ -296,12 +301,6 @@ fn read_groups(t: &Exl2Tensors<'_>) -> Result<Vec<Group>, Problem> {
             first_word: first,
         });
         next_row += len;
-    }
-    if next_row != t.q_invperm.len() {
-        return Err(Problem::GroupSum {
-            found: next_row,
-            expected: t.q_invperm.len(),
-        });
     }
     Ok(groups)
 }

@@ -135,17 +135,19 @@ fn layout_error(py: Python<'_>, name: &str, error: &exl_cuda::layout::Problem) -
 impl CudaLayout {
     /// `pack` = False leaves the image to `pack_exl2`.
     #[staticmethod]
-    #[pyo3(signature = (name, parts, threads, pack = true))]
+    #[pyo3(signature = (name, parts, threads, pack = true, *, fine_scales = false))]
     fn from_exl2(
         py: Python<'_>,
         name: &str,
         parts: Exl2Parts,
         threads: usize,
         pack: bool,
+        fine_scales: bool,
     ) -> PyResult<Self> {
         let view =
             Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
-        let layout = Layout::exl2(&view).map_err(|error| layout_error(py, name, &error))?;
+        let layout =
+            Layout::exl2(&view, fine_scales).map_err(|error| layout_error(py, name, &error))?;
         Self::new(py, layout, &view, threads, pack)
     }
 

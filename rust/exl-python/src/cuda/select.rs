@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::layout::Layout;
+use exl_cuda::layout::{Layout, has_fine_scales};
 use exl_cuda::ops::Element;
 use exl_cuda::ops::attention::{self, Call as AttentionCall, select::Rotated};
 use exl_cuda::ops::elementwise::select as norms;
@@ -15,7 +15,7 @@ use exl_cuda::ops::moe;
 use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
-use exl_format::exl2::Exl2View;
+use exl_format::exl2::{Exl2View, read_groups};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -73,6 +73,15 @@ pub fn cuda_cards() -> Vec<&'static str> {
     CARDS.iter().map(|card| card.name).collect()
 }
 
+/// Whether the GPU's layout of an EXL2 matrix stores a scale for every 32 rows because some groups are smaller than 128 rows. False for
+/// groups that the format forbids.
+///
+/// `q_groups`: as in the file; `words`: rows of `q_weight`.
+#[pyfunction]
+pub fn cuda_has_fine_scales(q_groups: Vec<i16>, words: usize) -> bool {
+    read_groups(&q_groups, words).is_ok_and(|groups| has_fine_scales(&groups))
+}
+
 /// The shape of a quantized matrix in the GPU's layout, without its weights.
 #[pyclass(frozen, name = "CudaShape", module = "exl_kernels._native")]
 pub struct CudaShape {
@@ -98,10 +107,16 @@ impl CudaShape {
 #[pymethods]
 impl CudaShape {
     #[staticmethod]
-    fn from_exl2(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Self> {
+    #[pyo3(signature = (name, parts, *, fine_scales = false))]
+    fn from_exl2(
+        py: Python<'_>,
+        name: &str,
+        parts: Exl2Parts,
+        fine_scales: bool,
+    ) -> PyResult<Self> {
         let view =
             Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
-        let layout = Layout::exl2(&view)
+        let layout = Layout::exl2(&view, fine_scales)
             .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;
         Ok(Self::new(&layout))
     }

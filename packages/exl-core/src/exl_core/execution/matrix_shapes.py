@@ -36,7 +36,7 @@ class MatrixShapes:
     def of(self, linear: Linear) -> MatrixShape | None:
         """Return the shape of a quantized matrix; None for a float matrix."""
         if linear.key not in self._known:
-            self._known[linear.key] = _shape(self._source, linear.spec, linear.options)
+            self._known[linear.key] = _shape(self._source, linear.spec, linear.stored(self._source))
         return self._known[linear.key]
 
     def all(self, linears: Iterable[Linear]) -> list[MatrixShape] | None:
@@ -57,7 +57,7 @@ def _shape(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> Ma
         return None
     kind, tensors, name = found
     if kind == "exl2":
-        return MatrixShape.from_exl2(tensors, name=name)
+        return MatrixShape.from_exl2(tensors, name=name, fine_scales=options.fine_scales)
     return MatrixShape.from_gptq(
         tensors, bits=options.gptq_bits, zeros=options.gptq_zeros, group_size=options.gptq_group_size, name=name
     )

@@ -14,7 +14,7 @@ from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .description import AttentionDescription
 from .heads import Heads
-from .linear import Linear
+from .linear import Linear, store_alike
 from .mlp import FeedForward
 from .norm import Norm
 from .sublayer import SubLayer
@@ -95,6 +95,7 @@ class Attention(SubLayer):
         self.norm = norm
         self.post, self.q_norm, self.k_norm = post, q_norm, k_norm
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
+        store_alike(projections[:3])
         self.head_dim = head_dim
         self.num_attention_heads = self.q_proj.out_features // head_dim
         self.num_key_value_heads = self.k_proj.out_features // head_dim

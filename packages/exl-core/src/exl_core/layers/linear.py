@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,13 @@ from exl_kernels.linear.cuda import CudaFloatMatrix
 
 from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
-from ..loading.linears import LinearOptions, LinearSpec, load_linear
+from ..loading.linears import LinearOptions, LinearSpec, StoredAlike, load_linear
 from .matrix import Cut, ShardedMatrix
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "store_alike"]
 
 
 class Linear:
@@ -35,14 +35,21 @@ class Linear:
         self.matrix: QuantMatrix | ShardedMatrix | None = None
         self.cut: Cut | None = None  # how the matrix is cut for several devices; None: whole on one
         self.place: torch.device | None = None  # another device than the module's
+        self.together: StoredAlike | None = None  # the matrices that one launch may take, this one included
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read, check and repack the matrix. Raises as `load_linear`."""
+        place = self.place or device
+        options = replace(self.stored(source) if self.cut or place.type == "cuda" else self.options, device=str(place))
         if self.cut is not None:
-            self.matrix = self.cut.load(source, self.spec, self.options)
+            self.matrix = self.cut.load(source, self.spec, options)
         else:
-            options = replace(self.options, device=str(self.place or device))
             self.matrix = load_linear(source, self.spec, options)
+
+    def stored(self, source: TensorSource) -> LinearOptions:
+        """Return the options with which the matrix is stored on a GPU: alike for all that one launch may take."""
+        fine = self.together is not None and self.together.fine_scales(source)
+        return replace(self.options, fine_scales=fine)
 
     def unload(self) -> None:
         """Drop the matrix."""
@@ -148,3 +155,11 @@ class Linear:
     def device(self) -> torch.device:
         """Device of inputs and results."""
         return self.loaded_matrix.device
+
+
+def store_alike(linears: Iterable[Linear]) -> None:
+    """Have these matrices stored alike on a GPU, so that one launch may take them."""
+    found = list(linears)
+    together = StoredAlike(linear.spec for linear in found)
+    for linear in found:
+        linear.together = together

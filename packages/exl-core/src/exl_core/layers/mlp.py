@@ -14,7 +14,7 @@ from exl_kernels.activation import gated_activation
 from ..architectures.base import Activation
 from ..execution.batch import Step
 from .description import MlpDescription
-from .linear import Linear
+from .linear import Linear, store_alike
 from .norm import Norm
 from .sublayer import SubLayer
 
@@ -109,6 +109,7 @@ class DenseMLP(FeedForward):
         super().__init__(key, layer_idx, norm, post, activation)
         *first, self.down_proj = projections
         self.first = tuple(first)
+        store_alike(first)
         self.gate_proj = self.first[0] if len(self.first) > 1 else None
         self.up_proj = self.first[-1]
 

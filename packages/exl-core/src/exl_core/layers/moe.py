@@ -18,7 +18,7 @@ from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
 from ..transfer import send
 from .description import ExpertsDescription
-from .linear import Linear
+from .linear import Linear, store_alike
 from .mlp import FeedForward, GatedMLP, activated
 from .norm import Norm
 from .sublayer import OwnPass
@@ -176,6 +176,7 @@ class MoE(FeedForward):
         super().__init__(key, layer_idx, norm, post, activation)
         self.router = router
         self.experts = list(experts)
+        store_alike(linear for expert in experts for linear in expert)
         self.chosen = chosen
         self.normalize = normalize
         self.jitter = jitter

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.selection import has_fine_scales
 
 from ..errors import FormatError, MissingTensorError
 from .checkpoint import TensorSource
@@ -19,6 +21,7 @@ __all__ = [
     "LinearOptions",
     "LinearSpec",
     "Ranges",
+    "StoredAlike",
     "check_vocabulary",
     "columns_at",
     "is_quantized",
@@ -102,6 +105,8 @@ class LinearOptions:
     gptq_zeros: Literal["classic", "v2"] = "classic"
     gptq_group_size: int | None = None
     device: str = "cpu"
+    fine_scales: bool = False
+    """As of `QuantMatrix.from_exl2`."""
 
 
 def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
@@ -120,6 +125,34 @@ def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) 
     matrix = _load(source, spec, key, rows, options)
     _check_size(spec, matrix, matrix.out_features)
     return matrix
+
+
+class StoredAlike:
+    """Matrices that one launch on a GPU may take, which are stored alike there.
+
+    Their EXL2 groups may differ: if one of them has a scale for every 32 rows, all are stored so.
+    """
+
+    def __init__(self, specs: Iterable[LinearSpec]) -> None:
+        self._specs = tuple(specs)
+        self._known: WeakKeyDictionary[TensorSource, bool] = WeakKeyDictionary()
+
+    def fine_scales(self, source: TensorSource) -> bool:
+        """Return whether these files have one of the matrices in EXL2 with groups of fewer than 128 rows.
+
+        Reads nothing but the groups, once.
+        """
+        if source not in self._known:
+            self._known[source] = any(_has_fine_scales(source, spec) for spec in self._specs)
+        return self._known[source]
+
+
+def _has_fine_scales(source: TensorSource, spec: LinearSpec) -> bool:
+    key, _ = stored_key(source, spec)
+    groups, words = f"{key}.q_groups", f"{key}.q_weight"
+    if not (source.has(groups) and source.has(words)):
+        return False
+    return has_fine_scales(source.read(groups), source.shape(words)[0])
 
 
 def load_columns(
@@ -282,7 +315,12 @@ def _load_exl2(
     _settle_bias(source, spec, key, tensors)
     name = source.describe(f"{key}.q_weight")
     return QuantMatrix.from_exl2(
-        tensors, prescale=spec.prescale, compute=options.compute, device=options.device, name=name
+        tensors,
+        prescale=spec.prescale,
+        compute=options.compute,
+        device=options.device,
+        name=name,
+        fine_scales=options.fine_scales,
     )
 
 

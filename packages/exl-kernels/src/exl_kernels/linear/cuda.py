@@ -431,10 +431,11 @@ def exl2_matrix(
     compute: Compute,
     device: torch.device | str,
     name: str,
+    fine_scales: bool,
 ) -> CudaQuantMatrix:
     """Implement `QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
     place = require_cuda(device)
-    layout = _native.CudaLayout.from_exl2(name, parts, _threads(), pack=False)
+    layout = _native.CudaLayout.from_exl2(name, parts, _threads(), pack=False, fine_scales=fine_scales)
     bits = _bits(parts, layout)
 
     def pack(first: int, out: Tensor) -> None:

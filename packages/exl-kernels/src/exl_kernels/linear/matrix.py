@@ -94,6 +94,7 @@ class QuantMatrix:
         compute: Compute = "int8",
         device: torch.device | str = "cpu",
         name: str = "",
+        fine_scales: bool = False,
     ) -> QuantMatrix:
         """Copy an EXL2 matrix.
 
@@ -104,6 +105,8 @@ class QuantMatrix:
             compute: arithmetic on the CPU; ignored on a GPU.
             device: "cpu" or a CUDA device, where the matrix takes half activations (see `linear.cuda`).
             name: name of the matrix in messages.
+            fine_scales: store a scale for every 32 rows on a GPU, not for 128, so that one launch takes the matrix with
+                others of which one `has_fine_scales`. Results on a GPU may differ in the last bit; ignored on the CPU.
 
         Raises:
             FormatError: the tensors do not fit the format; the message names the matrix.
@@ -117,7 +120,15 @@ class QuantMatrix:
         if torch.device(device).type == "cuda":
             from .cuda import exl2_matrix
 
-            return exl2_matrix(parts, bias=bias, prescale=prescale, compute=compute, device=device, name=name)
+            return exl2_matrix(
+                parts,
+                bias=bias,
+                prescale=prescale,
+                compute=compute,
+                device=device,
+                name=name,
+                fine_scales=fine_scales,
+            )
         native = _native.Matrix.from_exl2(name, parts, bias=bias, prescale=prescale, exact=compute == "exact")
         return cls(native, "exl2", compute, name)
 
