@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +47,15 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Recipe:
-    """How matrices are stored: "exl2" with (first width, rest) of each part, or "gptq" at 4 bits."""
+    """How matrices are stored: "exl2" with (first width, rest) of each part, or "gptq" at 4 bits.
+
+    fine_scales: as matrices are that share launches with groups of fewer than 128 rows.
+    """
 
     name: str
     format: str
     widths: dict[str, tuple[int, int]]
+    fine_scales: bool = False
 
 
 def _exl2(name: str, gate: tuple[int, int], rest: tuple[int, int]) -> Recipe:
@@ -61,6 +65,7 @@ def _exl2(name: str, gate: tuple[int, int], rest: tuple[int, int]) -> Recipe:
 # The first groups of a matrix are one bit wider, gate differs from up: as in the reference's files.
 RECIPES = {
     "4.0": _exl2("4.0", (4, 4), (5, 4)),
+    "4.0-fine": replace(_exl2("4.0-fine", (4, 4), (5, 4)), fine_scales=True),
     "3.0": _exl2("3.0", (4, 3), (4, 3)),
     "gptq4": Recipe("gptq4", "gptq", {}),
 }
@@ -110,13 +115,15 @@ def gptq_tensors(k: int, n: int) -> dict[str, Tensor]:
 class _Copies:
     """One matrix's tensors, of which any number of matrices are made, each with memory of its own."""
 
-    def __init__(self, tensors: dict[str, Tensor], format: Literal["exl2", "gptq"], on_gpus: bool) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], format: Literal["exl2", "gptq"], on_gpus: bool, fine_scales: bool = False
+    ) -> None:
         self.tensors, self.format = tensors, format
         self.layout = None
         if on_gpus:
             if format == "exl2":
                 exl2 = Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
-                self.layout = _native.CudaLayout.from_exl2("random", exl2, 16)
+                self.layout = _native.CudaLayout.from_exl2("random", exl2, 16, fine_scales=fine_scales)
             else:
                 gptq = GptqParts(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
                 self.layout = _native.CudaLayout.from_gptq("random", gptq, GptqFormat(), 16)
@@ -247,7 +254,7 @@ class _Weights:
         made = self._made.get((part, k, n))
         if made is None:
             tensors, format = self._tensors(part, k, n)
-            made = self._made[part, k, n] = _Copies(tensors, format, self._on_gpus)
+            made = self._made[part, k, n] = _Copies(tensors, format, self._on_gpus, self._recipe.fine_scales)
         return made.make(linear.key, place, linear.spec.bias, linear.spec.prescale)
 
     def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], Literal["exl2", "gptq"]]:
