@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from internals import engine_of, prelaunch
-from prelaunched import CONFIG, TOKENIZER, Device, Even, OneBuffer, Preparing
+from prelaunched import CONFIG, TOKENIZER, VOCAB, Device, Even, OneBuffer, Preparing
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -17,6 +17,7 @@ from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.dynamic.prelaunched_step import PrelaunchedStep
 from exl_generate.testing import (
     ScriptedCache,
+    ScriptedConfig,
     check_pages,
     streamed_tokens,
 )
@@ -290,3 +291,37 @@ def test_a_hook_installed_between_steps_sees_no_prepared_drafts() -> None:
     model.hooked, model.arrangement = True, []
     generator.iterate()
     assert (1, 1, False) in model.calls[before:], "windows were filled up"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "passes"),
+    [
+        ([3, 0, 0, 0, 0, 0, 0, 0], 1),
+        ([3, *[0] * 15], 2),
+        ([3, 2, 1, 0] * 5, 1),
+        ([3, 2, 1, 0] * 20, 4),
+    ],
+    ids=["a few rows filled", "many filled for one pass less", "many for three less", "more rows than a step has"],
+)
+def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(lengths: list[int], passes: int) -> None:
+    model = Preparing(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=128))
+    generator = ExLlamaV2DynamicGenerator(
+        model,
+        ScriptedCache(model, max_seq_len=32 * len(lengths)),
+        TOKENIZER,
+        page_size=8,
+        max_batch_size=len(lengths),
+        use_ngram_draft=True,
+        num_draft_tokens=3,
+    )
+    prelaunch(generator, True)
+    jobs = [ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 20, seed=at) for at in range(len(lengths))]
+    generator.enqueue(jobs)
+    wanted = dict(zip(jobs, lengths, strict=True))
+    generator.drafter.propose = lambda active, *_: {job: [3] * wanted[job] for job in active if wanted[job]}
+    while not all(job.new_tokens >= 1 for job in jobs):
+        generator.iterate()
+    before = model.steps
+    generator.iterate()
+    assert model.steps - before == passes
+    check_pages(generator)

@@ -24,8 +24,8 @@ pub const BLOCK_ROWS: usize = 128;
 /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
 pub const STEP_ROWS: usize = 256;
 
-/// Most rows of windows that are filled up to one length: one pass of so many takes less time than two passes of few, since each reads all
-/// weights.
+/// Most rows that fill windows up to one length for each pass that this saves: a pass takes no longer with so many more, since a pass of its
+/// own reads all weights.
 pub const FILLED_ROWS: usize = 32;
 
 /// Most tokens of a row in a decode step: the last token and its drafts. Attention reads rows of more tokens as prompts.

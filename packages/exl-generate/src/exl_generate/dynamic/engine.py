@@ -303,11 +303,16 @@ class Engine:
         """
         if not self._runner.asynchronous or self._runner.hooked:
             return 0
-        longest = 1 + max(len(guesses) for guesses in drafts.values())
+        lengths = {job: 1 + len(drafts.get(job, [])) for job in jobs}
+        longest = max(lengths.values())
         if longest == 1:
             return 0
-        rows = longest * sum(len(job.sequences) for job in jobs)
-        fits = rows <= FILLED_ROWS and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
+        sequences = sum(len(job.sequences) for job in jobs)
+        filled = longest * sequences - sum(length * len(job.sequences) for job, length in lengths.items())
+        passes = len(set(lengths.values()))
+        if longest * sequences > STEP_ROWS or filled > FILLED_ROWS * (passes - 1):
+            return 0
+        fits = all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
         return longest if fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
