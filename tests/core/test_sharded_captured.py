@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from captured_on_cpu import Graph, captured_on_cpu
 from joined_on_cpu import FusedDouble, joined_on_cpu
-from test_sharded_launches import PAGE, sharded, write
+from test_sharded_launches import OTHER_NORMS, PAGE, sharded, write, write_other
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, PagedParams
@@ -112,7 +113,11 @@ def body(
 @pytest.fixture
 def model(lab: Any, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     """A model over three devices, whose steps are captured."""
-    folder = write(lab, "exl2", "LlamaForCausalLM", **SIZES)
+    return capturing(monkeypatch, write(lab, "exl2", "LlamaForCausalLM", **SIZES))
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> ExLlamaV2:
+    """The model over three devices, whose steps are captured."""
     made = sharded(monkeypatch, folder, [8.0, 8.0, 8.0])
     joined_on_cpu(monkeypatch)
     captured_on_cpu(monkeypatch)
@@ -160,6 +165,18 @@ def test_captured_steps_are_those_of_the_modules(lab: Any, model: ExLlamaV2, mon
     assert planned == held
     assert held[1] == held[2] < held[0]
     assert 4 * SIZES["vocab_size"] == Buffers.made[0].sizes[0][1]
+
+
+@pytest.mark.parametrize("family", OTHER_NORMS)
+def test_captured_steps_with_other_norms_are_too(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
+    model = capturing(monkeypatch, write_other(tmp_path, family, **SIZES))
+    for batch in (1, 4, 16):
+        ids, steps = lab.ids(batch, 4, vocab=288), model.decode.steps
+        found = steps_of(model, ids)
+        assert model.decode.steps - steps == 4, model.decode.reason
+        assert torch.equal(found, eager(model, ids, monkeypatch))
 
 
 @pytest.mark.parametrize("apart", ["k_proj", "o_proj", "up_proj", "down_proj"])

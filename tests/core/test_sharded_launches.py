@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from random_models import write_random_model
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
+from exl_core.convert import quantize_model
 from exl_core.execution.build_step import Chunk, build_step
 from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
 from exl_core.execution.sharded.cutting import output_bounds
@@ -134,6 +136,16 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     return logits
 
 
+OTHER_NORMS: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {"sliding_window": 16, "query_pre_attn_scalar": 32},
+    "Gemma3ForCausalLM": {"sliding_window": 16, "query_pre_attn_scalar": 32, "sliding_window_pattern": 2},
+    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "Exaone4ForCausalLM": {"sliding_window": 16},
+    "Starcoder2ForCausalLM": {"use_bias": True},
+}
+"""Norms of results, a hidden state of float32, LayerNorms, MLPs without gate, and what their families need."""
+
+
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -143,6 +155,32 @@ def test_all_devices_together_are_one_device(
 ) -> None:
     """Logits and stored keys are bitwise identical, for one token a row and for several."""
     folder = write(lab, kind, family)
+    whole, model, made = both(monkeypatch, folder, shares)
+    shared = 2 * max(SIZES["hidden_size"] + 2 * len(made) - 2, SIZES["intermediate_size"], 8 * SIZES["head_dim"])
+    assert row_bytes(model.modules, len(made)) == RowBytes(shared, 4 * SIZES["vocab_size"])
+    compare(lab, whole, model, made)
+
+
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0]], ids=["two", "uneven"])
+@pytest.mark.parametrize("family", OTHER_NORMS)
+def test_other_norms_are_those_of_one_device_too(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, shares: list[float]
+) -> None:
+    compare(lab, *both(monkeypatch, write_other(tmp_path, family), shares))
+
+
+def write_other(folder: Path, family: str, **sizes: int) -> Path:
+    """A quantized model of two layers of a family of OTHER_NORMS, of CONFIG's sizes and others."""
+    config = {**CONFIG, "num_hidden_layers": 2, "architectures": [family], **OTHER_NORMS[family], **sizes}
+    source = write_random_model(folder / "float", config)
+    quantize_model(source, folder / "quantized", bits=4.0, fast=True)
+    return folder / "quantized"
+
+
+def both(
+    monkeypatch: pytest.MonkeyPatch, folder: Any, shares: list[float]
+) -> tuple[ExLlamaV2, ExLlamaV2, list[ShardLaunches]]:
+    """The model on one device, and over several with its launches."""
     monkeypatch.setenv("EXL_DEVICE", "cpu")
     whole = build(folder)
     whole.load()
@@ -150,8 +188,11 @@ def test_all_devices_together_are_one_device(
     joined_on_cpu(monkeypatch)
     made = shard_launches_of(model)
     assert isinstance(made, list), made
-    shared = 2 * max(SIZES["hidden_size"] + 2 * len(made) - 2, SIZES["intermediate_size"], 8 * SIZES["head_dim"])
-    assert row_bytes(model.modules, len(made)) == RowBytes(shared, 4 * SIZES["vocab_size"])
+    return whole, model, made
+
+
+def compare(lab: Any, whole: ExLlamaV2, model: ExLlamaV2, made: list[ShardLaunches]) -> None:
+    """Compare logits and stored keys of steps, of one token a row and of several."""
     assert predicted(model) is None
     for batch, q_len in ((1, 1), (5, 1), (2, 3)):
         ids = lab.ids(batch, 20 + q_len, vocab=160)
@@ -187,10 +228,10 @@ def test_models_without_such_launches(lab: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("family", "more", "reason"),
     [
-        ("Gemma2ForCausalLM", {"sliding_window": 16, "query_pre_attn_scalar": 32}, "hidden state is float32"),
         ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, "chooses among 4 experts"),
-        ("CohereForCausalLM", {"logit_scale": 0.5}, "no RMSNorm"),
-        ("Olmo2ForCausalLM", {}, "norms that matmuls do not apply"),
+        ("CohereForCausalLM", {"logit_scale": 0.5}, "side by side"),
+        ("Olmo2ForCausalLM", {}, "norms them over all heads"),
+        ("GPT2LMHeadModel", {"n_embd": 128, "n_head": 8, "n_layer": 1, "n_positions": 128}, "wpe"),
     ],
 )
 def test_families_without_such_launches(

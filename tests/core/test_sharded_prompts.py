@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from joined_on_cpu import FusedDouble, joined_on_cpu
-from test_sharded_launches import PAGE, sharded, write
+from test_sharded_launches import OTHER_NORMS, PAGE, sharded, write, write_other
 from torch import Tensor
 
 from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
@@ -62,7 +63,18 @@ def test_prompts_are_those_of_the_modules(
     lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any, kind: str, family: str, shares: list[float]
 ) -> None:
     """Rows of one length and of several, a second chunk behind the first, and passes of fewer results."""
-    model = sharded(monkeypatch, write(lab, kind, family), shares)
+    compare(lab, sharded(monkeypatch, write(lab, kind, family), shares), launches_of)
+
+
+@pytest.mark.parametrize("family", OTHER_NORMS)
+def test_prompts_with_other_norms_are_too(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launches_of: Any, family: str
+) -> None:
+    compare(lab, sharded(monkeypatch, write_other(tmp_path, family), [4.0, 14.0]), launches_of)
+
+
+def compare(lab: Any, model: ExLlamaV2, launches_of: Any) -> None:
+    """Compare prompts with the modules' own passes."""
     caches = [ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=24 * PAGE) for _ in range(2)]
     asked: list[tuple[list[int], int, dict[str, Any]]] = [
         ([40, 40, 40], 0, {}),

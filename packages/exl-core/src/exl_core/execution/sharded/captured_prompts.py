@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
 from exl_kernels.selection import runs_packed
 
@@ -24,7 +23,7 @@ from ..recorder import Body, Recorder
 from ..sections import DeviceCopy, SectionGraphs
 from ..step_inputs import Bucket, StagedTensors, StepTensors
 from .exchange_buffers import result_rows
-from .launches import ResultRow, ShardLaunches, is_captured, operators_for, run_shares
+from .launches import ResultRow, ShardLaunches, embedded, is_captured, operators_for, run_shares
 
 if TYPE_CHECKING:
     from ...contracts import Cache
@@ -100,18 +99,18 @@ def record_prompt(
     context = model.tp_context
     assert context is not None, "asked of sharded models"
     inputs = StagedTensors(bucket, context.home)
-    graph, embedded, held = recorder.capture(embedding_body(model, inputs), None, inputs.ids)
+    graph, ids_embedded, held = recorder.capture(embedding_body(model, inputs), None, inputs.ids)
     parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = [([], graph)]
-    kept, hidden = [embedded, held], embedded
+    kept, hidden = [ids_embedded, held], ids_embedded
     pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
     invariant = runs_packed(bucket.tokens, decodes=False, packed=model.packed_rows)  # as of a pass without a graph
     for shard in reversed(range(len(shards))):
         device = context.device(shard)
         own: StepTensors = inputs
-        x, copies_in = embedded, list[DeviceCopy]()
+        x, copies_in = ids_embedded, list[DeviceCopy]()
         if shard:
-            own, x = StepTensors(bucket, device), torch.zeros_like(embedded, device=device)
-            copies_in = [DeviceCopy(inputs.buffer, own.buffer), DeviceCopy(embedded, x)]
+            own, x = StepTensors(bucket, device), torch.zeros_like(ids_embedded, device=device)
+            copies_in = [DeviceCopy(inputs.buffer, own.buffer), DeviceCopy(ids_embedded, x)]
         step = replace(static_step(model, cache, bucket, own, device, invariant=invariant), pages=pages[shard])
         _see_one_another(own)
         # The home device's graph is queued last, as in steps: a copy behind it begins only after the others.
@@ -129,8 +128,7 @@ def embedding_body(model: LanguageModel, inputs: StagedTensors) -> Body:
     assert isinstance(embedding, Embedding)
 
     def run(_: Tensor | None) -> Tensor:
-        assert embedding.weight is not None
-        return embed(embedding.weight, inputs.ids, factor=embedding.scale, dtype="float16")
+        return embedded(embedding, inputs.ids)
 
     return run
 

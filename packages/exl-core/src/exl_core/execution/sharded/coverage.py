@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS
 
-from ...layers import Embedding, Head, Linear, Module, RMSNorm
+from ...layers import Embedding, Head, Linear, Module, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ...layers.module import is_changed
-from ...layers.norm import rms_of
+from ...layers.norm import layer_of, rms_of
 from ...loading.linears import Ranges, columns_at, is_quantized
 from ..half import description_of, why_apart
 from ..half_matmuls import norms_of_heads
@@ -136,10 +136,10 @@ def refusal_of_exchange(modules: Sequence[Module], shards: int, weights: Weights
     middle = modules[1:-2]
     if 2 * len(middle) + 2 > MOST_EXCHANGES:
         return f"{len(middle) // 2} layers have more exchanges than a step may have"
-    if type(embedding) is not Embedding or is_changed(embedding) or embedding.float_residual:
-        return "the hidden state is float32, or the embedding has code of its own"
-    if not isinstance(last, RMSNorm) or rms_of(last) is None or type(head) is not Head or is_changed(head):
-        return "the last norm is no RMSNorm, or the head has code of its own"
+    if type(embedding) is not Embedding or is_changed(embedding):
+        return "the embedding has code of its own"
+    if not isinstance(last, Norm) or not _is_known(last) or type(head) is not Head or is_changed(head):
+        return "the last norm or the head has code of its own"
     why = next((why for module in middle if (why := _half_uncovered(module, weights)) is not None), None)
     if why is not None:
         return why
@@ -157,10 +157,10 @@ def _half_uncovered(module: Module, weights: Weights) -> str | None:
     if why is not None:
         return why
     assert isinstance(about, MatmulDescription), "why_apart"
-    if rms_of(about.norm) is None or about.post is not None:
-        return f"{module.key} has norms that matmuls do not apply"
+    if not all(norm is None or _is_known(norm) for norm in (about.norm, about.post)):
+        return f"{module.key} has norms with code of their own"
     if isinstance(about, MlpDescription):
-        return None if about.gated else f"{module.key} has no gate"
+        return None
     assert isinstance(about, AttentionDescription), "the other kind"
     if about.mlp is not None:
         return f"{module.key} has attention and MLP side by side"
@@ -170,11 +170,17 @@ def _half_uncovered(module: Module, weights: Weights) -> str | None:
     return None
 
 
+def _is_known(norm: Norm | None) -> bool:
+    """Return whether launches compute a norm: it has no code of its own."""
+    return rms_of(norm) is not None or layer_of(norm) is not None
+
+
 def row_bytes(modules: Sequence[Module], shards: int) -> RowBytes:
     """Return the bytes of a row of the results that the devices of a covered model exchange."""
-    (attention, mlp), head = pairs_of(modules[:3])[0], modules[-1]
+    (attention, mlp), embedding, head = pairs_of(modules[:3])[0], modules[0], modules[-1]
+    assert isinstance(embedding, Embedding)
     assert isinstance(head, Head)
-    embedded = attention.last.out_features + ANSWER * (shards - 1)
+    embedded = (1 + embedding.float_residual) * attention.last.out_features + ANSWER * (shards - 1)
     widest = max(embedded, attention.widths[0], mlp.first[0].out_features)
     return RowBytes(2 * widest, 4 * head.linear.out_features)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layers.heads import Heads
+from ...layers.norm import LayerNorm
 from ...transfer import send
 from .matrix import SplitMatrix, gathered
 
@@ -116,4 +117,6 @@ def norm_on(norm: N, device: torch.device, weight: Tensor) -> N:
     mine = copy.copy(norm)
     with torch.inference_mode(False):
         mine.weight = send(weight, device).contiguous()
+        if isinstance(mine, LayerNorm) and mine.bias is not None:
+            mine.bias = send(mine.bias, device).contiguous()
     return mine

@@ -2,8 +2,9 @@
 
 Every device has the whole hidden state as input of its matmuls, and the columns of it that its parts of o and down
 compute. Four times a layer the devices gather what they computed, by kernels that store into one another's memory:
-attention's outputs, o's, the gated features, down's. Each output is computed on one device in the order of one
-device's sum, so results are bitwise identical to one device's.
+attention's outputs, o's, the features of the MLP, down's. Each output is computed on one device in the order of one
+device's sum, so results are bitwise identical to one device's. Norms of results, and sums with a hidden state of
+float32, are launches on each device over all columns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from torch import Tensor
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import Packed
 from exl_kernels.linear.matmul_input import MatmulInput
-from exl_kernels.norm import rms_norm
 
 from ...device import activation_dtype
-from ...layers import Embedding, Head, Linear, Norm, RMSNorm
+from ...layers import Embedding, Head, Linear, Norm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
 from ..half import NO_PROLOGUE, Features, HalfInput, JoinedHalf, NextPrologue, OutputTokens, PendingMatmul, last_rows
@@ -44,6 +44,7 @@ __all__ = [
     "ResultRow",
     "Shape",
     "ShardLaunches",
+    "embedded",
     "is_captured",
     "operators_for",
     "run_shares",
@@ -89,6 +90,12 @@ class _Whole(JoinedOperators):
         """Return None."""
         return None
 
+    def product(self, half: JoinedHalf, y: Tensor, step: Step) -> Tensor:
+        """Return y @ last."""
+        if not half.last.joins(y.shape[0]):
+            return ROUNDED.product(half, y, step)
+        return half.last(y, y.new_empty(y.shape[0], half.last.out_features))
+
 
 class _Rounded(Operators):
     """Separate launches that round each sum twice, as the modules' own passes do after they gather the result."""
@@ -98,8 +105,12 @@ class _Rounded(Operators):
     ) -> HalfInput:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
-        x.add_(self.multiplied(half.matrices[-1], y, step))
+        x.add_(self.product(half, y, step))
         return None
+
+    def product(self, half: JoinedHalf, y: Tensor, step: Step) -> Tensor:
+        """Return y @ last."""
+        return self.multiplied(half.matrices[-1], y, step)
 
 
 class _RoundedMany(_Rounded, ManyRows):
@@ -107,9 +118,10 @@ class _RoundedMany(_Rounded, ManyRows):
 
 
 WHOLE, ROUNDED = _Whole(), _Rounded()
+ShardOperators = _Whole | _Rounded
 
 
-def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor], *, invariant: bool) -> list[Operators]:
+def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor], *, invariant: bool) -> list[ShardOperators]:
     """Return the operators of each device for a pass over the hidden states x [T, hidden] of a prompt.
 
     invariant: the pass asks for batch-invariant rows.
@@ -146,14 +158,14 @@ def run_shares(
     x: Sequence[Tensor],
     steps: Sequence[Step],
     gather: Callable[[list[Tensor], Sequence[int], Sequence[Tensor] | None], list[Tensor]],
-    ops: Sequence[Operators],
+    ops: Sequence[ShardOperators],
     output_tokens: OutputTokens = "all",
 ) -> list[Tensor] | None:
     """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
 
     Args:
         shares: the launches of these devices.
-        x: the hidden state [T, hidden] on each of them.
+        x: the hidden state [T, hidden] on each of them; may be changed in place.
         steps: the step on each, with the pages of its heads.
         gather: (columns of each device, first column of each device of the model and their number, memory of the
             result or None) -> all columns on each device.
@@ -164,24 +176,38 @@ def run_shares(
         The hidden state of the output tokens, on each device; None where there are none.
     """
     shape, layers = shares[0].shape, list(zip(*(share.halves for share in shares), strict=True))
-    own = [share.columns_of(whole) for share, whole in zip(shares, x, strict=True)]
+    own: list[Tensor] = []  # the columns of x that each device adds to, where they are up to date
+    normed: Sequence[Tensor | None] = [None] * len(shares)
     for number, halves in enumerate(layers):
         narrows = output_tokens if number == len(layers) - 2 else "all"  # the last attention
         made: list[Tensor] = []
-        for half, whole, step, own_ops in zip(halves, x, steps, ops, strict=True):
-            _, _, y = half.features(whole, None, step, own_ops, "none" if narrows == "none" else "all")
+        for half, whole, h, step, own_ops in zip(halves, x, normed, steps, ops, strict=True):
+            _, _, y = half.features(whole, h, step, own_ops, "none" if narrows == "none" else "all")
             if y is not None:
                 assert not isinstance(y, Packed), "no room for it"
                 made.append(y.now() if isinstance(y, PendingMatmul) else y)
         if not made:
             return None
         if narrows == "last":
-            made, own = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own))
+            made, own, x = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own, x))
             ops = [ROUNDED] * len(ops)
-        kind = shape.inner if number % 2 else shape.heads
-        for half, columns, y, step, own_ops in zip(halves, own, gather(made, kind, None), steps, ops, strict=True):
-            own_ops.last(half, columns, y, None, NO_PROLOGUE, step)
-        x = gather(own, shape.hidden, None if narrows == "last" else x)
+        features = gather(made, shape.inner if number % 2 else shape.heads, None)
+        if halves[0].plan.adds_residual:
+            own = own or [share.columns_of(whole) for share, whole in zip(shares, x, strict=True)]
+            for half, columns, y, step, own_ops in zip(halves, own, features, steps, ops, strict=True):
+                own_ops.last(half, columns, y, None, NO_PROLOGUE, step)
+            x, normed = gather(own, shape.hidden, x), [None] * len(shares)
+            continue
+        if own:  # x is in memory that later exchanges write over
+            own, x = [], [whole.clone() for whole in x]
+        results = [
+            own_ops.product(half, y, step) for half, y, step, own_ops in zip(halves, features, steps, ops, strict=True)
+        ]
+        following = layers[number + 1] if number + 1 < len(layers) else [None] * len(shares)
+        normed = [
+            half.finish(whole, y, None if after is None else after.plan.input_norm)
+            for half, whole, y, after in zip(halves, x, gather(results, shape.hidden, None), following, strict=True)
+        ]
     return list(x)
 
 
@@ -200,17 +226,18 @@ class ShardLaunches:
         shard: int,
         shape: Shape,
         halves: Sequence[JoinedHalf],
-        embedding: Embedding | None,
-        last: RMSNorm,
+        embedding: Embedding,
+        last: Norm,
         head: Head,
     ) -> None:
-        """embedding: on the home device, which is device 0; None on others."""
+        """embedding: its weight is on the home device, which is device 0."""
         part = part_of(head.linear, shard)
         assert part is not None, "shard_launches_of has checked it"
         self.halves, self.shape = list(halves), shape
         self._shard, self._embedding = shard, embedding
         hidden, others = shape.hidden[-1], len(shape.hidden) - 2
-        self._answered = (0, *(hidden + ANSWER * other for other in range(others + 1)))
+        words = hidden * _words(embedding, part.device)
+        self._answered = (0, *(words + ANSWER * other for other in range(others + 1)))
         self._norm, self._head, self._matrix = norm_on(last, part.device, last.loaded_weight), head, part
 
     def body(self, ids: Tensor, step: Step, exchanges: Callable[[bool], Gather]) -> Callable[[Tensor | None], Tensor]:
@@ -245,7 +272,7 @@ class ShardLaunches:
         found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, [WHOLE])
         assert found is not None, "all tokens are output"
         (x,) = found
-        h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)
+        h = self._norm.forward(x)
         part = torch.empty((rows, self._matrix.out_features), device=device)
         self._matrix.matmul(h, out=part, invariant=step.invariant)
         if logits is None:
@@ -266,15 +293,35 @@ class ShardLaunches:
         return x[:, begins[self._shard] : begins[self._shard + 1]].contiguous()
 
     def _embedded(self, ids: Tensor, gather: Gather) -> Tensor:
-        """Return the embedded ids [T, hidden], which the home device sends to the others."""
-        hidden, device = self.shape.hidden[-1], self._matrix.device
-        if self._embedding is None:
-            first = torch.empty((ids.shape[0], ANSWER), dtype=activation_dtype(device), device=device)
-        else:
-            assert self._embedding.weight is not None
-            first = embed(self._embedding.weight, ids, factor=self._embedding.scale, dtype="float16")
-        whole = gather(first, self._answered, None, None)
-        return whole[:, :hidden].contiguous() if self._embedding is None else first
+        """Return the embedded ids [T, hidden], which the home device sends to the others.
+
+        A number of float32 is sent as two of half, whose bits it has.
+        """
+        device, sent = self._matrix.device, activation_dtype(self._matrix.device)
+        if not self._shard:
+            x = embedded(self._embedding, ids)
+            gather(x.view(sent), self._answered, None, None)
+            return x
+        answer = torch.empty((ids.shape[0], ANSWER), dtype=sent, device=device)
+        whole = gather(answer, self._answered, None, None)
+        return whole[:, : self._answered[1]].contiguous().view(hidden_dtype(self._embedding, device))
+
+
+def embedded(embedding: Embedding, ids: Tensor) -> Tensor:
+    """Return the hidden state [T, hidden] of ids int64 [T] on the embedding's device."""
+    assert embedding.weight is not None
+    dtype: Literal["float16", "float32"] = "float32" if embedding.float_residual else "float16"
+    return embed(embedding.weight, ids, factor=embedding.scale, dtype=dtype)
+
+
+def hidden_dtype(embedding: Embedding, device: torch.device) -> torch.dtype:
+    """Return the type of the hidden state on a device."""
+    return torch.float32 if embedding.float_residual else activation_dtype(device)
+
+
+def _words(embedding: Embedding, device: torch.device) -> int:
+    """Return the elements, of the type that devices exchange, of a number of the hidden state."""
+    return hidden_dtype(embedding, device).itemsize // activation_dtype(device).itemsize
 
 
 def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
@@ -289,7 +336,7 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
         return why
     embedding, last, head = model.modules[0], model.modules[-2], model.modules[-1]
     assert isinstance(embedding, Embedding)
-    assert isinstance(last, RMSNorm)
+    assert isinstance(last, Norm)
     assert isinstance(head, Head)
     pairs = pairs_of(model.modules)
     attention, mlp = pairs[0]
@@ -301,7 +348,7 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
             for attention, mlp in pairs
             for half in (AttentionHalf(share_of(attention, shard)), MlpHalf(share_of(mlp, shard)))
         ]
-        made.append(ShardLaunches(shard, shape, halves, None if shard else embedding, last, head))
+        made.append(ShardLaunches(shard, shape, halves, embedding, last, head))
     return made
 
 
@@ -325,7 +372,7 @@ def share_of(about: Share, shard: int) -> Share:
     def there(norm: Norm | None) -> Norm | None:
         return None if norm is None else norm_on(norm, device, norm.loaded_weight)
 
-    found = replace(about, first=first, last=last, norm=there(about.norm))
+    found = replace(about, first=first, last=last, norm=there(about.norm), post=there(about.post))
     if isinstance(found, AttentionDescription):
         return replace(found, q_norm=there(found.q_norm), k_norm=there(found.k_norm))
     return found

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
 from exl_kernels.selection import is_decode_step
 
@@ -23,7 +22,7 @@ from ...layers import Embedding
 from ...transfer import queueing, send
 from ..eager import first_step, logits_of
 from ..half import OutputTokens
-from .launches import ResultRow, ShardLaunches, operators_for, run_shares
+from .launches import ResultRow, ShardLaunches, embedded, operators_for, run_shares
 
 if TYPE_CHECKING:
     from ...contracts import ForwardResult
@@ -62,10 +61,10 @@ class ShardedPrompts:
             embedding = model.modules[0]
             assert isinstance(embedding, Embedding)
             assert embedding.weight is not None
-            ids = asked.ids.reshape(-1).to(embedding.weight.device)
-            x = embed(embedding.weight, ids, factor=embedding.scale, dtype="float16")
+            x = embedded(embedding, asked.ids.reshape(-1).to(embedding.weight.device))
             output_tokens: OutputTokens = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
             spread = [send(x, step.rows.device) for step in steps]
+            spread = [whole.clone() if whole is x else whole for whole in spread]  # each device changes its own
             stores = Stores(self._barrier, x.shape[0], ResultRow.of(self._shards[0].shape, x.device))
             ops = operators_for(self._shards, spread, invariant=first.invariant)
             hidden = run_shares(self._shards, spread, steps, stores.gather, ops, output_tokens)
