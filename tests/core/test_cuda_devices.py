@@ -14,6 +14,7 @@ import torch
 from make_random_model import SHAPES, make_model
 from random_models import loaded_over
 from test_cuda_unlike_layers import changed
+from test_sharded_launches import write_other
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
@@ -246,6 +247,36 @@ def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
         assert torch.equal(found, expected), (batch, q_len)
         assert model.decode.steps - before == 16 // q_len, model.decode.reason
     assert not model.decode.failures
+
+
+@pytest.mark.covers("core: tensor-parallel")
+@pytest.mark.parametrize(
+    "family", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "Starcoder2ForCausalLM"]
+)
+def test_captured_steps_with_other_norms_are_those_of_one_gpu(
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Norms of results, a hidden state of float32, LayerNorms and MLPs without gate, and prompts before the steps."""
+    second = second_device("cuda:1")
+    folder = write_other(tmp_path, family, **{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4})
+    models = []
+    for names, tp in (("cuda:0", False), (f"cuda:0,{second}", True)):
+        monkeypatch.setenv("EXL_DEVICE", names)
+        models.append(model := build(folder))
+        if tp:
+            model.load_tp([8.0, 8.0])
+        else:
+            model.load()
+    whole, model = models
+    for batch, q_len in ((1, 1), (5, 1), (3, 4), (24, 1)):
+        before, ids = model.decode.steps, lab.ids(batch, 16, vocab=2048)
+        cache = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=256 * batch)
+        assert torch.equal(steps_of(model, ids, q_len, cache), steps_of(whole, ids, q_len)), (batch, q_len)
+        assert model.decode.steps - before == 16 // q_len, model.decode.reason
+    assert not model.decode.failures
+    ids = lab.ids(1, 40, vocab=2048)
+    found, expected = (m.forward(ids).float().cpu()[..., :2048] for m in (model, whole))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.covers("core: tensor-parallel")

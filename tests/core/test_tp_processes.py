@@ -33,16 +33,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def run(folder: Path, job: dict[str, Any]) -> list[Any]:
+def run(folder: Path, job: dict[str, Any], kind: str = "cpu") -> list[Any]:
     """Run a job in PROCESSES processes; return what each of them saved, None where it saved nothing."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    devices = ",".join(f"cpu:{i}" for i in range(PROCESSES))
+    devices = ",".join(f"{kind}:{i}" for i in range(PROCESSES))
     environment = {**os.environ, "EXL_DEVICE": devices, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = run_ranks([str(WORKER), str(path)], PROCESSES, environment)
     assert [process.returncode for process in done] == [0] * PROCESSES, "\n".join(p.stderr for p in done)
     files = [Path(f"{path}.{rank}") for rank in range(PROCESSES)]
-    return [torch.load(file) if file.exists() else None for file in files]
+    return [torch.load(file, map_location="cpu") if file.exists() else None for file in files]
 
 
 def write_adapter(folder: Path) -> Path:

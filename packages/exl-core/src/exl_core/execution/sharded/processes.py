@@ -26,7 +26,7 @@ class ProcessExchange(Exchange):
     """One process for each device; all run the same program with the same arguments and seeds.
 
     Every process holds hidden states, norms, embedding and routers, and computes the same tokens. Results are gathered
-    by torch.distributed: gloo between CPUs, NCCL between GPUs. NCCL was never run: no test has two GPUs.
+    by torch.distributed: gloo between CPUs, NCCL between GPUs.
 
     The processes find each other as torchrun's do: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
     Process number RANK runs device number RANK of EXL_DEVICE.
@@ -58,6 +58,8 @@ class ProcessExchange(Exchange):
         place = places[rank]
         if place.is_cuda:
             torch.cuda.set_device(place.torch_device)
+            # An operation then ends with an error after the limit. Otherwise a thread of NCCL's ends the process.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self._owns = not dist.is_initialized()
         if self._owns:
             wait = timedelta(seconds=limit)
