@@ -65,7 +65,7 @@ def _exl2(name: str, gate: tuple[int, int], rest: tuple[int, int]) -> Recipe:
 # The first groups of a matrix are one bit wider, gate differs from up: as in the reference's files.
 RECIPES = {
     "4.0": _exl2("4.0", (4, 4), (5, 4)),
-    "4.0-fine": replace(_exl2("4.0-fine", (4, 4), (5, 4)), fine_scales=True),
+    "4.0-32g": replace(_exl2("4.0-32g", (4, 4), (5, 4)), fine_scales=True),
     "3.0": _exl2("3.0", (4, 3), (4, 3)),
     "gptq4": Recipe("gptq4", "gptq", {}),
 }
