@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ PROMPTS = {
     (256, 32768, "q4", False): "256 behind 32,768, Q4 cache",
 }
 """Prompts with a row: tokens, tokens in the cache, its format, strict mode."""
+SHARES = {
+    "gemma": 0.88,
+    "glm": 0.90,
+    **dict.fromkeys(("command-r", "olmo", "granite", "starcoder", "gpt2"), 0.85),
+    "phi3": 0.75,
+    "llama": 0.0,
+}
+"""Targets of families by the beginning of their names; 0.92 of others."""
+MIXTURES = {
+    **{("qwen3-30b-a3b", batch): least for batch, least in ((1, 450), (8, 1800), (32, 4000))},
+    **{("mixtral-8x7b", batch): least for batch, least in ((1, 330), (8, 1050), (32, 3000))},
+}
+"""Targets of mixtures of experts in tokens per second, by number of sequences."""
+DEVICES = {
+    **{("8b", "split", 0, batch): 0.95 for batch in (1, 8, 32)},
+    **{("8b", "tp", 0, batch): least for batch, least in ((1, 1.2), (8, 1.3), (32, 1.4))},
+    ("8b", "tp", 2048, 1): 1.6,
+    ("70b", "tp", 0, 1): 1.6,
+}
+"""Targets of several GPUs as a share of one: model, way, tokens of a prompt or 0, sequences."""
 DATA_SHEETS = {
     "RTX 3060": 360,
     "RTX 3090": 936,
@@ -233,6 +254,19 @@ def prompts(lines: list[Line]) -> list[str]:
     )
 
 
+def goal(family: str, batch: int) -> float:
+    """The least share of its Llama's bandwidth that a family is to reach."""
+    return next((least for start, least in SHARES.items() if family.startswith(start)), 0.92)
+
+
+def with_goal(form: str, value: float | None, least: float | None) -> str:
+    """A figure, with the target that it misses."""
+    if value is None:
+        return "-"
+    missed = least is not None and value < least
+    return f"{value:{form}}" + (f" (target: {least:{form}})" if missed else "")
+
+
 def families(lines: list[Line]) -> list[str]:
     """Steps and prompts of model families on the fastest card, for families with both.
 
@@ -247,14 +281,26 @@ def families(lines: list[Line]) -> list[str]:
 
     def cell(name: tuple[str, int], key: str, form: str) -> str:
         values = [shown.get((*name, batch), {}).get(key) for batch in batches]
-        return " / ".join("-" if value is None else f"{value:{form}}" for value in values) if any(values) else ""
+        if not any(values):
+            return ""
+        goals = [goal(name[0], batch) if key == "share_of_twin" else None for batch in batches]
+        return " / ".join(map(partial(with_goal, form), values, goals))
+
+    def steps_of(name: tuple[str, int]) -> str:
+        times = []
+        for batch in batches:
+            line, least = shown.get((*name, batch)), MIXTURES.get((name[0], batch))
+            missed = least is not None and line is not None and line["tok_s"] < least
+            most = f" (target: {batch / least * 1e6:,.0f})" if missed and least is not None else ""
+            times.append("-" if line is None else f"{line['p50_us']:,.0f}{most}")
+        return " / ".join(times)
 
     return table(
         "Model families",
         f"| family, layers ({short(gpu)}) | us a step of {' / '.join(map(str, batches))} sequences | "
         "share of its Llama's | prompt, tok/s |",
         (
-            f"| {name[0]}, {name[1]} | {cell(name, 'p50_us', ',.0f')} | {cell(name, 'share_of_twin', '.2f')} | "
+            f"| {name[0]}, {name[1]} | {steps_of(name)} | {cell(name, 'share_of_twin', '.2f')} | "
             f"{line['prompt_tok_s']:,.0f} |"
             for name, line in sorted(prompt.items())
         ),
@@ -316,7 +362,12 @@ def devices(lines: list[Line]) -> list[str]:
     for (_, _, tokens, batch), of_row in sorted(found.items()):
         any_line = next(iter(of_row.values()))
         work = f"prompt of {tokens:,}" if tokens else f"{batch} sequence" + "s" * (batch > 1)
-        cells = [f"{of_row[w]['tok_s']:,.0f} / {of_row[w]['share_of_one']:.2f}" if w in of_row else "" for w in ways]
+        cells = []
+        for way in ways:
+            line = of_row.get(way)
+            least = None if line is None else DEVICES.get((line["model_shape"], way.split()[0], tokens, batch))
+            share = "" if line is None else with_goal(".2f", line["share_of_one"], least)
+            cells.append("" if line is None else f"{line['tok_s']:,.0f} / {share}")
         rows.append(f"| {short(any_line['gpu'])}, {any_line['model_shape'].upper()}, {work} | {' | '.join(cells)} |")
     head = f"| card, Llama at 4.0 bpw | {' | '.join(f'{way}: tok/s / of one card' for way in ways)} |"
     return table("Several GPUs", head, rows, [d for of_row in found.values() for d in of_row.values()])
