@@ -147,15 +147,18 @@ def expert_bytes(model: ExLlamaV2, batch: int) -> int:
 
 
 def twin_of(config: dict[str, Any], model: ExLlamaV2) -> dict[str, Any]:
-    """Return a Llama with the hidden size, the vocabulary and, to 1 %, the weights a layer of a dense model."""
+    """Return a Llama with the hidden size, the vocabulary, the heads and, to 1 %, the weights a layer of a dense model.
+
+    So both read as many keys and values.
+    """
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     linears = [part for module in model.modules if not isinstance(module, Head) for part in module.submodules()]
     weights = sum(part.in_features * part.out_features for part in linears if isinstance(part, Linear)) / layers
-    heads = hidden // 128
-    kv_heads = max(count for count in range(1, 9) if heads % count == 0)
-    attention = hidden * 128 * 2 * (heads + kv_heads)
+    about = model.config
+    heads, kv_heads, head_dim = about.num_attention_heads, about.num_key_value_heads, about.head_dim
+    attention = hidden * head_dim * 2 * (heads + kv_heads)
     width = round((weights - attention) / (3 * hidden * 256)) * 256
-    made = sizes(hidden, width, heads, kv_heads, config["vocab_size"])
+    made = {**sizes(hidden, width, heads, kv_heads, config["vocab_size"]), "head_dim": head_dim}
     return like_llama("LlamaForCausalLM", **made, num_hidden_layers=layers)
 
 
