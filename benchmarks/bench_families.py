@@ -158,7 +158,7 @@ def twin_of(config: dict[str, Any], model: ExLlamaV2) -> dict[str, Any]:
     heads, kv_heads, head_dim = about.num_attention_heads, about.num_key_value_heads, about.head_dim
     attention = hidden * head_dim * 2 * (heads + kv_heads)
     width = round((weights - attention) / (3 * hidden * 256)) * 256
-    made = {**sizes(hidden, width, heads, kv_heads, config["vocab_size"]), "head_dim": head_dim}
+    made = sizes(hidden, width, heads, kv_heads, config["vocab_size"], head_dim)
     return like_llama("LlamaForCausalLM", **made, num_hidden_layers=layers)
 
 
