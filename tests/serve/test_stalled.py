@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from exl_serve.api import generation
@@ -14,8 +15,9 @@ from exl_serve.api.app import create_app
 from exl_serve.api.state import AppState, Caller
 from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.metrics import NoMeter
+from exl_serve.stream import answer_queue
 from exl_serve.testing.local import EngineThread
-from exl_serve.testing.server import LocalHandle, LocalModels
+from exl_serve.testing.server import LiveServer, LocalHandle, LocalModels
 from exl_serve.testing.waiting import HANG_SECONDS, until
 
 BODY = json.dumps({"model": "scripted", "prompt": "hm", "max_tokens": 900, "ignore_eos": True, "stream": True}).encode()
@@ -89,3 +91,16 @@ def test_a_cancelled_write_is_no_stalled_one(scripted: EngineThread) -> None:
     assert asyncio.run(streamed(scripted, meter, cancelled)) == 3
     assert "exl_stalled_streams_total" not in meter.names
     until(lambda: not scripted.generator.num_remaining_jobs())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_is_larger_than_what_may_wait_goes_on(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(answer_queue, "HIGH_WATER", 2000)
+    monkeypatch.setattr(answer_queue, "LOW_WATER", 500)
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "hm"}], "max_tokens": 8, "ignore_eos": True}
+    more = {"n": 8, "logprobs": True, "top_logprobs": 20, "stream": stream}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=HANG_SECONDS)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count('"finish_reason":"length"') == 8

@@ -222,11 +222,13 @@ async def _whole(
             return
         _first(generation)
         answer.chunks(events)
+        generation.queue.written()
     value = answer.whole() | ({} if extra is None else extra(answer))
     await call.answer(200, value)
 
 
 async def _stream(call: Call, generation: Generation, answer: Answer, interval: int) -> None:
+    answer.keeps = False
     events, chunks = await _beginning(generation, answer, call.state.config.server.first_byte_seconds)
     if generation.is_cancelled():
         return
@@ -258,6 +260,8 @@ async def _beginning(
             break
         events += new
         chunks = answer.chunks(new)
+        if not chunks:  # the events that make some may wait for this
+            generation.queue.written()
     return events, chunks
 
 

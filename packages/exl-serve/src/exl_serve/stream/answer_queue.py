@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from exl_serve.stream.events import AnswerEvent, Content, Error, Reasoning, ToolArgs
+from exl_serve.engine.events import TokenLogprob
+from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs
 
 __all__ = ["HIGH_WATER", "LOW_WATER", "AnswerQueue"]
 
 HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
-"""Waiting characters: above the first number the request is paused, below the second it continues."""
-
+"""Bytes that wait: above the first number the request is paused, below the second it continues."""
+EVENT_BYTES, ID_BYTES, LOGPROB_BYTES = 256, 36, 120
+"""About what an event, a token's id, and a log-probability with its token take in memory; in a stream it is similar."""
 
 Piece = Content | Reasoning | ToolArgs
 
@@ -35,6 +37,7 @@ class AnswerQueue:
         self._waiter: asyncio.Future[None] | None = None
         self._pause, self._resume = pause, resume
         self._paused = False
+        #: bytes that wait
         self.size = 0
         self.closed = False
         #: when a waiting `take` gives up; the timer may belong to an earlier one, and then waits again
@@ -45,25 +48,27 @@ class AnswerQueue:
     def put(self, event: AnswerEvent) -> None:
         """Add an event; pauses the request when too much waits."""
         events = self._events
+        self.size += _size(event)
         if isinstance(event, Piece):
-            self.size += len(event.text)
             at = -1 if self.interval == 1 else _last_of(events, event.choice)
             last = events[at] if events else None
             if type(last) is type(event) and isinstance(last, Piece) and _joins(last, event):
                 events[at] = _joined(last, event)
+                self.size -= EVENT_BYTES
             else:
                 events.append(event)
             if self.interval > 1:
                 self._count(event)
-            if self.size > HIGH_WATER and not self._paused and self._pause is not None:
-                self._paused = True
-                self._pause()
-            self._enough = self._enough or self.interval == 1 or bool(self._ready) or self._paused
+            self._enough = self._enough or self.interval == 1 or bool(self._ready)
         else:
             events.append(event)
             # An error ends all choices.
             self._ready.update(one.choice for one in ([event] if not isinstance(event, Error) else events))
             self._enough = True
+        if self.size > HIGH_WATER and not self._paused and self._pause is not None:
+            self._paused = True
+            self._pause()
+        self._enough = self._enough or self._paused
         if self._waiter is not None and self._enough:
             self._wake()
 
@@ -122,7 +127,7 @@ class AnswerQueue:
             events = [one for one in events if one.choice in ready]
         self._events, self._ready, self._enough = left, set(), False
         self._tokens = {choice: tokens for choice, tokens in self._tokens.items() if left and choice not in ready}
-        self.size = sum(len(one.text) for one in left if isinstance(one, Piece))
+        self.size = sum(map(_size, left))
         return events
 
     def _wake(self) -> None:
@@ -151,10 +156,28 @@ class AnswerQueue:
             self._set_timer(loop)
 
     def written(self) -> None:
-        """Record that the taken events have been written: a paused request continues once little waits."""
+        """Record that the taken events have been written or kept: a paused request continues once little waits."""
         if self._paused and self.size < LOW_WATER and self._resume is not None:
             self._paused = False
             self._resume()
+
+
+def _size(event: AnswerEvent) -> int:
+    """Return about how many bytes an event takes."""
+    if isinstance(event, Error):
+        return EVENT_BYTES
+    if isinstance(event, Begun):
+        return EVENT_BYTES + _size_of(event.prompt_logprobs)
+    size = EVENT_BYTES + ID_BYTES * len(event.hidden)
+    if isinstance(event, Piece):
+        size += len(event.text) if event.text.isascii() else 4 * len(event.text)
+    if isinstance(event, Content | Reasoning | Finish):
+        size += ID_BYTES * len(event.ids) + (_size_of(event.logprobs) if event.logprobs else 0)
+    return size
+
+
+def _size_of(logprobs: Sequence[TokenLogprob]) -> int:
+    return LOGPROB_BYTES * (len(logprobs) + sum(len(one.top) for one in logprobs))
 
 
 def _last_of(events: list[AnswerEvent], choice: int) -> int:

@@ -92,6 +92,8 @@ class Answer:
         #: tokens of the prompts that were left out; None where the request does not allow that
         self._truncated = truncated
         self._reasoning_field = reasoning_field
+        #: whether `whole` needs the tokens; a stream does not keep what it has written
+        self.keeps = True
         #: of each prompt, where they are asked for
         self.prompt_ids: Sequence[Sequence[int]] = ()
         self.error: ServeError | None = None
@@ -127,8 +129,9 @@ class Answer:
             choice = self.choices[event.choice]
             if not isinstance(event, Begun | Error):
                 new = [*event.hidden, *getattr(event, "ids", ())]
-                choice.ids += new
                 choice.unsent += new
+                if self.keeps:
+                    choice.ids += new
             if isinstance(event, Begun):
                 self._count_prompt(event)
                 continue
@@ -257,9 +260,14 @@ class Answer:
     def _end(self, event: Finish, choice: Choice) -> None:
         self._unfinished -= choice.finish is None
         choice.finish, choice.stop = event.reason, event.stop
-        choice.logprobs += event.logprobs
+        self._keep(event, choice)
         self._usages[event.choice] = event.usage  # in the order in which the choices end
         self._reasoning_tokens += event.reasoning_tokens
+
+    def _keep(self, event: Content | Finish, choice: Choice) -> None:
+        """Keep the log-probabilities of an event for `whole`."""
+        if self.keeps:
+            choice.logprobs += event.logprobs
 
     def _with_ids(self, piece: dict[str, Any], choice: Choice) -> dict[str, Any]:
         """Return the chunk of a piece, with the ids that no chunk has yet where they are asked for."""
@@ -320,7 +328,7 @@ class Chat(Answer):
         logprobs: dict[str, Any] | None = None
         if isinstance(event, Content):
             choice.text.append(event.text)
-            choice.logprobs += event.logprobs
+            self._keep(event, choice)
             delta = {"content": event.text}
             if self._logprobs:
                 logprobs = {"content": [self._logprob(one) for one in event.logprobs], "refusal": None}
@@ -462,7 +470,7 @@ class Completion(Answer):
         if not isinstance(event, Content):
             return []
         choice.text.append(event.text)
-        choice.logprobs += event.logprobs
+        self._keep(event, choice)
         logprobs = self._shape(event.logprobs, choice.places) if self._logprobs else None
         return [self._text_chunk(event.choice, event.text, logprobs)]
 
