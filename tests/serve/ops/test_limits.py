@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from exl_serve.api import limits as api_limits
 from exl_serve.api.__main__ import server_settings
 from exl_serve.api.limits import guarded
 from exl_serve.config.model import Limits, ServeConfig, ServerConfig
+from exl_serve.metrics import NoMeter
 from exl_serve.testing import server as testing_server
 
 SLOW = Limits(header_seconds=0.3, body_seconds=1.0, keep_alive_seconds=0.5)
@@ -36,12 +39,22 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+class Counting(NoMeter):
+    """Records the names of what is counted."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        self.names.append(name)
+
+
 @asynccontextmanager
-async def server(limits: Limits, proxies: tuple[str, ...] = ()) -> AsyncIterator[int]:
+async def server(limits: Limits, proxies: tuple[str, ...] = (), meter: NoMeter | None = None) -> AsyncIterator[int]:
     config = uvicorn.Config(
         app,
         port=0,
-        http=guarded(limits, proxies),
+        http=guarded(limits, proxies, meter),
         ws="none",
         lifespan="off",
         log_level="critical",
@@ -57,9 +70,14 @@ async def server(limits: Limits, proxies: tuple[str, ...] = ()) -> AsyncIterator
     await task
 
 
-def run(limits: Limits, work: Callable[[int], Awaitable[None]], proxies: tuple[str, ...] = ()) -> None:
+def run(
+    limits: Limits,
+    work: Callable[[int], Awaitable[None]],
+    proxies: tuple[str, ...] = (),
+    meter: NoMeter | None = None,
+) -> None:
     async def main() -> None:
-        async with asyncio.timeout(240), server(limits, proxies) as port:
+        async with asyncio.timeout(240), server(limits, proxies, meter) as port:
             await work(port)
 
     asyncio.run(main())
@@ -259,3 +277,65 @@ def test_idle_connections_stay_open_for_as_long_as_configured(
     monkeypatch.setattr(uvicorn, "Server", Kept)
     testing_server.LiveServer({}, [], config).close()
     assert found[0].timeout_keep_alive == kept
+
+
+LARGE = 4 << 20
+
+
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with more than the kernel takes for a client that does not read."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+    await send({"type": "http.response.body", "body": b"x" * LARGE})
+
+
+def small_client(port: int) -> socket.socket:
+    """Return a connected socket that takes little before it is read."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.connect(("127.0.0.1", port))
+    found.setblocking(False)
+    return found
+
+
+async def received(client: socket.socket, pause: float = 0.0) -> int:
+    """Read to the end with a pause after each piece; returns the number of bytes."""
+    loop, size = asyncio.get_running_loop(), 0
+    with client, contextlib.suppress(ConnectionResetError):
+        while part := await loop.sock_recv(client, 1 << 16):
+            size += len(part)
+            await asyncio.sleep(pause)
+    return size
+
+
+@pytest.mark.parametrize("again", [b"", CLOSE])
+def test_a_whole_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch, again: bytes) -> None:
+    """Also with another request behind it."""
+    monkeypatch.setattr(f"{__name__}.app", large)
+    monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 0.2)
+    meter = Counting()
+
+    async def work(port: int) -> None:
+        with small_client(port) as client:
+            client.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" + again)
+            while not meter.names:
+                await asyncio.sleep(0.01)
+            assert await received(client) < LARGE
+
+    run(PATIENT, work, meter=meter)
+    assert meter.names == ["exl_stalled_streams_total"]
+
+
+def test_a_whole_answer_that_is_read_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client takes many times as long as a client may that reads nothing."""
+    monkeypatch.setattr(f"{__name__}.app", large)
+    monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 1.0)
+    monkeypatch.setattr(api_limits, "READ_RATE", 1.0)
+    meter = Counting()
+
+    async def work(port: int) -> None:
+        client = small_client(port)
+        client.send(CLOSE)
+        assert await received(client, 0.003) > LARGE
+
+    run(PATIENT, work, meter=meter)
+    assert meter.names == []

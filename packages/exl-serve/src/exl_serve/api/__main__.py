@@ -71,7 +71,6 @@ async def serve_worker(start: link.WorkerStart) -> None:
     """Answer requests until the supervisor ends the worker that `start` describes."""
     config = start.config
     stopping = asyncio.Event()
-    protocol: Any = guarded(config.server.limits, config.server.trusted_proxies)
     state: AppState | None = None
 
     def on_state(message: link.State) -> None:
@@ -89,6 +88,7 @@ async def serve_worker(start: link.WorkerStart) -> None:
 
     authenticator = Authenticator(config.auth, proxies=config.server.trusted_proxies, workers=config.server.workers)
     connection = Link(start.address, on_state)
+    protocol: Any = guarded(config.server.limits, config.server.trusted_proxies, connection)
     models = WorkerModels(config.server.accept_any_model, connection.call)
     state = AppState(
         config,

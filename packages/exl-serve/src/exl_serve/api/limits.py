@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +14,10 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from exl_serve.api.forwarded import TrustedProxies
+from exl_serve.api.state import Meter
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.metrics import NoMeter
 
 __all__ = ["MAX_HEADERS", "MAX_HEADER_BYTES", "guarded", "keep_alive"]
 
@@ -21,9 +25,13 @@ MAX_HEADERS, MAX_HEADER_BYTES = 100, 16 << 10
 LEAST_RATE = 1024.0
 """Bytes a second of a body, after `GRACE` seconds."""
 GRACE = 5.0
+UNREAD_SECONDS, READ_RATE = 30.0, 1024.0
+"""A connection is cut whose client reads fewer bytes a second, on average, of an answer in so many seconds."""
+UNSENT_BYTES = 64 << 10
+"""Bytes that may wait in this process, and as many in the kernel, before a stream waits for its reader."""
 
 
-def guarded(limits: Limits, proxies: Sequence[str] = ()) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, proxies: Sequence[str] = (), meter: Meter | None = None) -> type[HttpToolsProtocol]:
     """Return the protocol class for one process: its connections are counted together.
 
     A connection of a trusted proxy carries requests of many clients: each request counts for its client while it is
@@ -32,8 +40,14 @@ def guarded(limits: Limits, proxies: Sequence[str] = ()) -> type[HttpToolsProtoc
     Args:
         limits: An attribute of the class, which may be changed later.
         proxies: Addresses and networks of trusted proxies.
+        meter: Counts the connections that are cut because nobody reads.
     """
-    members = {"limits": limits, "proxies": TrustedProxies(proxies), "addresses": Counter()}
+    members = {
+        "limits": limits,
+        "proxies": TrustedProxies(proxies),
+        "addresses": Counter(),
+        "meter": meter or NoMeter(),
+    }
     return type("GuardedProtocol", (_Guarded,), members)
 
 
@@ -65,10 +79,13 @@ class _Guarded(HttpToolsProtocol):
     limits: Limits
     proxies: TrustedProxies
     addresses: Counter[str]
+    meter: Meter
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._timer: asyncio.TimerHandle | None = None
+        #: looks whether the client reads
+        self._looking: asyncio.TimerHandle | None = None
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
         self._body_began = 0.0
@@ -85,6 +102,11 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(UNSENT_BYTES)  # that of TLS is higher
+        with contextlib.suppress(OSError, AttributeError):  # not TCP, or a system without it
+            # Without it the kernel takes megabytes, and it seems for seconds that a slow client reads nothing.
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         limits = self.limits
         if len(self.connections) > limits.max_connections:
             text = f"{limits.max_connections} connections are open: try again"
@@ -99,6 +121,8 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._looking is not None:
+            self._looking.cancel()
         while self._counted:
             self._forget_first()
         super().connection_lost(exc)
@@ -175,6 +199,7 @@ class _Guarded(HttpToolsProtocol):
         if self._proxied and self._counted:
             self._forget_first()
         super().on_response_complete()
+        self._watch()
 
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
@@ -218,6 +243,29 @@ class _Guarded(HttpToolsProtocol):
             return
         self._arm(interval, self._body_check)
 
+    # ---- clients that do not read ----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look in a while whether the client reads what waits for it."""
+        if self._looking is not None:
+            self._looking.cancel()
+        waits = self.transport.get_write_buffer_size()
+        self._looking = self.loop.call_later(UNREAD_SECONDS, self._look, waits) if waits else None
+
+    def _look(self, before: int) -> None:
+        """Cut the connection if the client has read too little of `before` bytes, also one that is being closed: it
+        would stay until the client has read all.
+        """
+        self._looking = None
+        waits = self.transport.get_write_buffer_size()
+        if self._asked and not self.cycle.response_complete and not self.flow.write_paused:
+            return  # the next answer has begun, and adds to what waits
+        if waits and before - waits < READ_RATE * UNREAD_SECONDS:
+            self.meter.count("exl_stalled_streams_total")
+            self.transport.abort()
+        else:
+            self._watch()
+
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
@@ -238,4 +286,5 @@ class _Guarded(HttpToolsProtocol):
             if self._asked:
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
+        self._watch()
         self.transport.close()

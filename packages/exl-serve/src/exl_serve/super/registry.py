@@ -27,7 +27,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_cached_tokens_total": ("Prompt tokens found in the cache", ("model_name",), "vllm:prefix_cache_hits_total"),
     "exl_rejected_total": ("Refused requests by error code", ("code",), None),
     "exl_disconnects_total": ("Requests whose client left", ("phase",), None),
-    "exl_stalled_streams_total": ("Streams ended because nobody read them", (), None),
+    "exl_stalled_streams_total": ("Answers cut off because nobody read them", (), None),
     "exl_ignored_fields_total": ("Unknown fields in requests, by name where it is a common one", ("field",), None),
     "exl_engine_restarts_total": ("Engine processes that were started again", ("model_name",), None),
     "exl_events_total": ("Writes of streams", ("model_name",), None),
