@@ -243,6 +243,19 @@ def test_a_client_that_is_dropped_disconnects(place: Place) -> None:
     asyncio.run(work())
 
 
+def test_an_engine_that_has_removed_its_status_page_is_about_to_end(slow: EngineThread) -> None:
+    worker = RawWorker(slow)
+    page = worker.status_path
+    moved = page.rename(page.with_suffix(".moved"))
+    try:
+        with pytest.raises(ServeError) as caught:
+            asyncio.run(slow.connect())
+        assert (caught.value.status, caught.value.code) == (503, "engine_restarting")
+    finally:
+        moved.rename(page)
+        worker.close()
+
+
 DROPPED = """
 import asyncio, gc, zmq
 from exl_serve.engine.local import LocalEngine
@@ -389,6 +402,7 @@ def test_one_key_does_not_take_all_compilers(monkeypatch: pytest.MonkeyPatch) ->
         async with asyncio.timeout(HANG):
             while len(begun) < 2:
                 await asyncio.sleep(0.01)
+        until(lambda: engine.status.queued == 6)  # an engine that is to be unloaded waits for them
         sink = Sink()
         await engine.submit(request(key="one", constraints=GRAMMAR), sink)
         await sink.ended()

@@ -24,11 +24,14 @@ class FakeChild:
 
     def __init__(self, module: str, start: bytes, name: str, **options: Any) -> None:
         self.lines: deque[bytes] = deque([b'{"state": "ready"}'])
-        self.killed = False
+        self.killed = self.terminated = False
         MADE.append(self)
 
     def poll(self) -> int | None:
         return None
+
+    def terminate(self) -> None:
+        self.terminated = True
 
     def kill(self, *, stacks: bool = False) -> None:
         self.killed = True
@@ -100,4 +103,27 @@ def test_a_request_that_came_and_went_between_two_looks_counts_as_use(made: Made
         used.append(entry.last_used)
     assert used[0] == used[1] != 300.0
     assert used[2:] == [300.0, 300.0]
+    writer.close()
+
+
+def test_an_idle_engine_is_unloaded_once_the_workers_know(made: Made) -> None:
+    """A request that was sent before comes to it."""
+    writer = StatusWriter(made.page, b"0" * 16)
+    writer.state = "ready"
+
+    def look(now: float, queued: int) -> bool:
+        made.now, writer.ended = now, now
+        writer.counts = (0, 0, queued, 0, 0, 0, 0)
+        writer.write()
+        made.engines.step()
+        return made.child.terminated
+
+    look(10.0, 0)
+    look(20.0, 0)
+    made.engines.registry.unload("m")
+    assert not look(20.0, 0)
+    assert not look(20.5, 1)
+    assert not look(22.0, 1)
+    assert not look(22.2, 0)
+    assert look(22.2 + engines.DRAIN_SECONDS, 0)
     writer.close()

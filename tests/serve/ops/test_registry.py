@@ -39,7 +39,7 @@ class Harness:
 
     def work(self, ready: bool = True) -> list[tuple[str, str]]:
         done: list[tuple[str, str]] = []
-        while self.registry.actions:
+        while self.drained():
             what, id = self.registry.actions.popleft()
             done.append((what, id))
             if what == "plan":
@@ -50,6 +50,13 @@ class Harness:
                 self.registry.told(id, "loading", done=1, total=2)
                 self.registry.told(id, "ready")
         return done
+
+    def drained(self) -> bool:
+        """Report the open requests of draining models: the workers know that they are. Whether that has an effect."""
+        for id, entry in list(self.registry.entries.items()):
+            if entry.state == "draining":
+                self.registry.used(id, entry.open, False)
+        return bool(self.registry.actions)
 
     def states(self) -> dict[str, str]:
         return {id: entry.state for id, entry in self.registry.entries.items()}
@@ -116,6 +123,19 @@ def test_unloading_waits_for_what_is_open() -> None:
     h.registry.unload("a", force=True)
     assert h.work() == [("stop", "a")]
     assert h.states() == {"a": "unloaded"}
+
+
+def test_requests_on_their_way_to_a_model_that_is_unloaded_are_answered() -> None:
+    """Workers that do not know it yet send them."""
+    h = Harness(model("a"))
+    h.registry.load("a")
+    h.work()
+    h.registry.unload("a")
+    assert not h.registry.actions
+    h.registry.used("a", 1, True)
+    assert h.work() == []
+    h.registry.used("a", 0, False)
+    assert h.work() == [("stop", "a")]
 
 
 def test_crashes_are_followed_by_longer_waits_and_then_by_none() -> None:

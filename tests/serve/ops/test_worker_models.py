@@ -161,3 +161,31 @@ def test_a_model_that_is_being_unloaded_is_asked_again_later() -> None:
         assert (error.retry_after or 0) > 0
 
     run(work)
+
+
+def test_requests_that_wait_for_an_engine_end_with_it(tmp_path: Path) -> None:
+    """It is unloaded before it has answered the worker's first message."""
+
+    async def work(models: WorkerModels) -> None:
+        ready = msgspec.structs.replace(told("a"), address=f"ipc://{tmp_path}/nobody")
+        models.update([ready])
+        await known(models, "a")
+        handle = models.resolve("a", Caller())[0]
+        waiting = [asyncio.create_task(handle.engine()) for _ in range(2)]
+        await asyncio.sleep(0)
+        models.update([msgspec.structs.replace(ready, state="draining")])
+        assert not await still(waiting)
+        models.update([msgspec.structs.replace(ready, state="unloaded")])
+        for one in waiting:
+            with pytest.raises(ServeError, match="has ended: try again") as caught:
+                await one
+            assert (caught.value.status, caught.value.code) == (503, "engine_restarting")
+
+    run(work)
+
+
+async def still(waiting: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
+    """Return those that have ended after some turns of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return [one for one in waiting if one.done()]

@@ -32,6 +32,7 @@ __all__ = ["Handle", "Link", "WorkerModels", "find_model", "lags"]
 
 log = logging.getLogger(__name__)
 
+ENDED = "the engine of this model has ended: try again"
 LIVING = ("ready", "draining", "stalled")
 """States in which an engine may still answer its accepted requests."""
 LOAD_WAIT = 5.0
@@ -53,8 +54,9 @@ class Handle:
         self.told, self.text, self.family = told, text, family
         self._load = load
         self._client: LocalEngine | None = None
+        #: makes the client
+        self._connecting: asyncio.Task[LocalEngine] | None = None
         self._epoch = -1
-        self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
 
     @property
@@ -68,12 +70,16 @@ class Handle:
         return self.told.state
 
     def update(self, told: link.ModelState) -> None:
-        """Store a new state. The client of an engine that has ended fails its running requests."""
+        """Store a new state. The client of an engine that has ended fails its requests, and so does one being made."""
         self.told = told
-        if self._client is not None and (told.epoch != self._epoch or told.state not in LIVING):
+        ended = told.epoch != self._epoch or told.state not in LIVING
+        if self._client is not None and ended:
             client, self._client = self._client, None
-            client.fail("the engine of this model has ended; it is being restarted: try again")
+            client.fail(ENDED)
             asyncio.get_running_loop().create_task(client.close())
+        if self._connecting is not None and ended:
+            self._connecting.cancel()
+            self._connecting = None
         self._changed.set()
 
     async def engine(self) -> EngineClient:
@@ -93,12 +99,25 @@ class Handle:
                 pass
         if self.state != "ready":
             raise self._refusal()
-        async with self._lock:
-            if self._client is None:
-                epoch = self.told.epoch
-                self._client = await LocalEngine.connect(self.told.address)
-                self._epoch = epoch
+        if self._client is not None:
             return self._client
+        if self._connecting is None:
+            self._epoch = self.told.epoch
+            self._connecting = asyncio.create_task(self._connect())
+        connecting = self._connecting
+        await asyncio.wait([connecting])
+        if connecting.cancelled():
+            raise ServeError.unavailable("engine_restarting", ENDED)
+        return connecting.result()
+
+    async def _connect(self) -> LocalEngine:
+        """Make the client. All requests that need it wait for this one task, which `update` ends with the engine."""
+        try:
+            self._client = client = await LocalEngine.connect(self.told.address)
+        finally:
+            if self._connecting is asyncio.current_task():
+                self._connecting = None
+        return client
 
     def _refusal(self) -> ServeError:
         name = self.config.id

@@ -576,7 +576,7 @@ class Host:
         status.counts = (
             max(0, len(self._running) - found.prefilling_jobs - found.queued_jobs),
             found.prefilling_jobs,
-            self._admission.count + found.queued_jobs,
+            self._admission.count + len(self._compiling) + found.queued_jobs,
             self._admission.queued_tokens + self._prompts.tokens,
             found.pinned_pages,
             found.cached_pages,

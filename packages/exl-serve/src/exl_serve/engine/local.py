@@ -93,20 +93,29 @@ class LocalEngine:
         """Connect to an engine. Raises ServeError 503 when no engine answers."""
         engine = cls(address, context)
         try:
-            welcome = await asyncio.wait_for(engine._say_hello(), CONNECT_SECONDS)
-        except TimeoutError:
+            await engine._open()
+        except BaseException:
             await engine.close()
+            raise
+        return engine
+
+    async def _open(self) -> None:
+        """Announce this worker, and open the engine's status page. Raises ServeError 503."""
+        try:
+            welcome = await asyncio.wait_for(self._say_hello(), CONNECT_SECONDS)
+        except TimeoutError:
             raise ServeError.unavailable("engine_restarting", "the engine does not answer: try again") from None
         if welcome.version != wire.VERSION:
-            await engine.close()
             raise ServeError.unavailable(
                 "engine_version",
                 f"the engine speaks version {welcome.version} of the protocol, this worker {wire.VERSION}: restart all",
             )
-        engine._card = wire.card_of(welcome.card)
-        engine._status = StatusReader(Path(welcome.status_path))
-        engine._pinging = asyncio.create_task(_ping(weakref.ref(engine)))
-        return engine
+        self._card = wire.card_of(welcome.card)
+        try:
+            self._status = StatusReader(Path(welcome.status_path))
+        except OSError:  # it has removed its page, and ends
+            raise ServeError.unavailable("engine_restarting", GONE) from None
+        self._pinging = asyncio.create_task(_ping(weakref.ref(self)))
 
     @property
     def card(self) -> ModelCard:

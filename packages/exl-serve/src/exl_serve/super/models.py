@@ -246,9 +246,7 @@ class Registry:
 
     def _unload(self, entry: Entry) -> None:
         if entry.state == "ready":
-            self._set(entry, "draining")
-            if not entry.open:
-                self._stop(entry)
+            self._set(entry, "draining")  # `used` stops it: workers that do not know yet send it further requests
         elif entry.state in ("loading", "warming"):
             self._stop(entry)
 
