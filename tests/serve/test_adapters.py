@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from held import Held
 from lora_folder import write_adapter
 
 from exl_core import ExLlamaV2Lora
+from exl_kernels.errors import UnsupportedError
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine.adapters import Adapters
 from exl_serve.errors import ServeError
@@ -119,6 +120,66 @@ def test_all_adapters_are_unloaded_or_none(
         assert "data: [DONE]" in list(lines)
     assert http.post("/v1/lora/unload", json={}).json() == {"success": ["first", "second"]}
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["fable"]
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:400])
+
+
+def _instead(name: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (_cut, "truncated"),
+    "empty": (_instead("adapter_model.safetensors", ""), "holds 0 bytes"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "neither adapter_model"),
+    "no JSON": (_instead("adapter_config.json", "{"), "not valid JSON"),
+    "a list": (_instead("adapter_config.json", "[]"), "must hold a JSON object"),
+    "a text": (_instead("adapter_config.json", '{"peft_type": "LORA", "r": "x"}'), "not of expected type"),
+    "no rank": (_instead("adapter_config.json", '{"peft_type": "LORA", "r": 0, "lora_alpha": 1}'), "r is 0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_adapter_is_refused_and_the_others_are_loaded(
+    http: httpx.Client, fable: EngineThread, tmp_path: Path, damage: str
+) -> None:
+    act, reason = DAMAGE[damage]
+    write_adapter(tmp_path / "bad", fable)
+    act(tmp_path / "bad")
+    answer = http.post("/v1/load_lora_adapter", json={"lora_name": "bad", "lora_path": str(tmp_path / "bad")})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "adapter")
+    assert reason in error["message"]
+    assert str(tmp_path) not in error["message"]
+    told = http.post("/v1/lora/load", json={"loras": [{"name": "first"}, {"name": "bad"}, {"name": "second"}]}).json()
+    assert (told["success"], told["failure"]) == (["first", "second"], ["bad"])
+    assert told["errors"]["bad"] == {"code": "adapter", "message": error["message"]}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(PermissionError(13, "Permission denied"), 400, "adapter"), (UnsupportedError("not built"), 501, "unsupported")],
+)
+def test_an_adapter_that_this_process_cannot_take_does_not_stop_the_others(
+    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+) -> None:
+    read = ExLlamaV2Lora.from_directory
+
+    def fail(model: Any, folder: str, scaling: float) -> Any:
+        if Path(folder).name == "first":
+            raise error
+        return read(model, folder, scaling)
+
+    monkeypatch.setattr(ExLlamaV2Lora, "from_directory", fail)
+    assert load(http, "first", tmp_path / "first") == status
+    told = http.post("/v1/lora/load", json={"loras": [{"name": "first"}, {"name": "second"}]}).json()
+    assert (told["success"], told["errors"]["first"]["code"]) == (["second"], code)
 
 
 def test_an_engine_that_fails_is_no_failure_of_an_adapter(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,9 @@ async def load_lora(call: Call) -> None:
         try:
             await engine.control("load_adapter", name=name, path=None, scaling=scaling, inplace=True)
         except ServeError as error:
-            if error.status >= 500:  # the engine failed, which is not the adapter's fault
+            if (
+                error.status >= 500 and error.code != "unsupported"
+            ):  # the engine failed, which is not the adapter's fault
                 raise
             errors[name] = {"code": error.code, "message": error.message}
     loaded = [name for name, _ in wanted if name not in errors]

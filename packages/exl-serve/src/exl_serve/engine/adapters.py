@@ -12,6 +12,8 @@ from exl_serve.errors import ServeError
 
 __all__ = ["Adapters", "check_folder_name"]
 
+OF_FILES = ("adapter", "format", "config", "config_file", "config_key", "config_type", "dtype", "shape")
+"""Codes of errors whose cause is in an adapter's files."""
 MAX_NAME, MAX_NAME_BYTES = 128, 255
 """Most characters and bytes of an adapter's name. File systems take no longer names of folders."""
 
@@ -48,7 +50,7 @@ class Adapters:
         self._roots = [Path(os.path.realpath(root)) for root in config.adapter_roots]
         self._loaded: dict[str, Any] = {}
         for name, folder in config.adapters.items():
-            self._loaded[name] = self._read(Path(folder))
+            self._loaded[name] = self._read(name, Path(folder))
         #: factors by name
         self.scalings = dict.fromkeys(self._loaded, 1.0)
 
@@ -69,7 +71,7 @@ class Adapters:
 
         `scaling`: factor of the adapter's own scaling. `used`: the requests that use one of this name, which the new
         one replaces; None: it may not replace any. Raises ServeError 403 outside the allowed folders, 404 for a missing
-        one, 400 for one that does not fit, 409 for a name or an adapter in use.
+        one, 400 for one that is damaged or does not fit, 409 for a name or an adapter in use.
         """
         if not name or len(name) > MAX_NAME or ":" in name:
             raise ServeError.invalid(
@@ -84,7 +86,7 @@ class Adapters:
         place = self._named(name) if path is None else self._allowed(path, "lora_path")
         if not _has_adapter(place):
             raise ServeError(404, "not_found_error", "adapter_not_found", "there is no adapter in that folder")
-        made, before = self._read(place, scaling), self._loaded.get(name)
+        made, before = self._read(name, place, scaling), self._loaded.get(name)
         self._loaded[name], self.scalings[name] = made, scaling
         if before is not None:
             before.unload()
@@ -141,10 +143,19 @@ class Adapters:
             )
         return place
 
-    def _read(self, folder: Path, scaling: float = 1.0) -> Any:
+    def _read(self, name: str, folder: Path, scaling: float = 1.0) -> Any:
+        """Read an adapter. Raises ServeError 400 for files that are damaged, cannot be read or do not fit the model."""
         from exl_core import ExLlamaV2Lora
 
-        return ExLlamaV2Lora.from_directory(self._model, str(folder), scaling)
+        try:
+            return ExLlamaV2Lora.from_directory(self._model, str(folder), scaling)
+        except OSError as error:
+            reason = f"its files cannot be read: {error.strerror}"
+        except Exception as error:
+            if getattr(error, "code", None) not in OF_FILES:
+                raise  # the engine's
+            reason = str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), folder.name)
+        raise ServeError.invalid(f"the adapter {name!r} cannot be used: {reason}", code="adapter")
 
 
 def _has_adapter(folder: Path) -> bool:
