@@ -524,3 +524,20 @@ def test_depth_of_a_body_is_that_of_its_text(data: Any) -> None:
             read_json(text.encode(), limits)
     else:
         assert read_json(text.encode(), limits) == json.loads(text)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/lora/list", "/v1/requests"])
+def test_a_list_goes_on_without_a_model_whose_engine_ends(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    assert server.state is not None
+    before = httpx.get(server.url + path).json()["data"]
+
+    async def ended() -> Any:
+        raise ServeError.unavailable("engine_restarting", "the engine has ended")
+
+    monkeypatch.setattr(server.state.models.list()[0], "engine", ended)
+    answer = httpx.get(server.url + path)
+    assert answer.status_code == 200, answer.text
+    assert [one["id"] for one in answer.json()["data"]] == [one["id"] for one in before]
+    assert httpx.delete(f"{server.url}/v1/requests/nobody").status_code == 404

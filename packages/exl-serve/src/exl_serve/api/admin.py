@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from exl_serve.api.http import Call
@@ -83,12 +84,23 @@ async def unload_adapter(call: Call) -> None:
 async def list_adapters(call: Call) -> None:
     """List the loaded adapters."""
     found = []
+    async for handle, told in _asked(call, "adapters"):
+        about = {"object": "lora", "owned_by": "exl", "model": handle.config.id}
+        found += [{"id": name, **about, "scaling": scaling} for name, scaling in told["adapters"].items()]
+    await call.answer(200, {"object": "list", "data": found})
+
+
+async def _asked(call: Call, name: str, **parameters: Any) -> AsyncIterator[tuple[ModelHandle, dict[str, Any]]]:
+    """Yield each loaded model with its engine's answer to a call, without those whose engine ends meanwhile."""
     for handle in call.state.models.list():
         if handle.state == "ready":
-            loaded = (await (await handle.engine()).control("adapters"))["adapters"]
-            about = {"object": "lora", "owned_by": "exl", "model": handle.config.id}
-            found += [{"id": name, **about, "scaling": scaling} for name, scaling in loaded.items()]
-    await call.answer(200, {"object": "list", "data": found})
+            try:
+                told = await (await handle.engine()).control(name, **parameters)
+            except ServeError as error:
+                if error.status != 503:
+                    raise
+                continue
+            yield handle, told
 
 
 async def reset_cache(call: Call) -> None:
@@ -104,22 +116,18 @@ async def list_requests(call: Call) -> None:
     """List the requests that are queued or running: all of them for an operator, else those of the caller's key."""
     owner = _owner(call)
     found: list[dict[str, Any]] = []
-    for handle in call.state.models.list():
-        if handle.state == "ready":
-            told = await (await handle.engine()).control("requests")
-            found += [{**one, "model": handle.config.id} for one in told["requests"] if owner in (None, one["key"])]
+    async for handle, told in _asked(call, "requests"):
+        found += [{**one, "model": handle.config.id} for one in told["requests"] if owner in (None, one["key"])]
     await call.answer(200, {"object": "list", "data": found})
 
 
 async def cancel_request(call: Call) -> None:
     """End a request: any for an operator, else one of the caller's key."""
     owner = _owner(call)
-    for handle in call.state.models.list():
-        if handle.state == "ready":
-            told = await (await handle.engine()).control("cancel", id=call.path["id"], key=owner)
-            if told["cancelled"]:
-                await call.answer(200, {"id": call.path["id"], "cancelled": True})
-                return
+    async for _, told in _asked(call, "cancel", id=call.path["id"], key=owner):
+        if told["cancelled"]:
+            await call.answer(200, {"id": call.path["id"], "cancelled": True})
+            return
     raise ServeError(404, "not_found_error", "request_not_found", "there is no such request")
 
 

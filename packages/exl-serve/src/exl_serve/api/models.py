@@ -10,6 +10,7 @@ from exl_serve.api.chat import FIELDS, variables_of
 from exl_serve.api.http import Call
 from exl_serve.api.prepare import checked_ids, read_request
 from exl_serve.api.state import ModelHandle
+from exl_serve.engine.client import ModelCard
 from exl_serve.errors import ServeError
 from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
 
@@ -43,8 +44,8 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
         },
     }
     found = [card]
-    if handle.state == "ready":
-        known = (await handle.engine()).card
+    known = await _known(handle)
+    if known is not None:
         card |= {"created": known.created, "max_model_len": known.max_seq_len}
         card["exl"] |= {
             "modalities": list(known.modalities),
@@ -56,6 +57,18 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
         parent = handle.config.id
         found += [card | {"id": f"{parent}:{name}", "parent": parent} for name in known.adapters]
     return found
+
+
+async def _known(handle: ModelHandle) -> ModelCard | None:
+    """Return what a loaded model's engine says of it; None where there is none, or it ends meanwhile."""
+    if handle.state != "ready":
+        return None
+    try:
+        return (await handle.engine()).card
+    except ServeError as error:
+        if error.status != 503:
+            raise
+        return None
 
 
 def _changed(folder: str) -> int:
