@@ -442,7 +442,7 @@ class Link:
             answer = self._answers.get(message.tag)
             if answer is None or answer.done():
                 continue
-            if message.error is None:
+            if (problem := message.problem()) is None:
                 answer.set_result(message.result)
             else:
-                answer.set_exception(ServeError(*message.error))
+                answer.set_exception(problem)

@@ -245,7 +245,7 @@ class LocalEngine:
         self._end_running(SILENT)
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(ForgottenError(503, "server_error", "engine_restarting", SILENT))
+                answer.set_exception(ForgottenError(503, "server_error", "engine_restarting", SILENT, retry_after=1.0))
         self._say_hello()
 
     def _end_running(self, message: str) -> None:

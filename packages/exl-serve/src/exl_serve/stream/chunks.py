@@ -27,6 +27,8 @@ from exl_serve.stream.events import (
 
 __all__ = ["DONE", "Answer", "Chat", "Choice", "Completion", "FunctionChat", "sse"]
 
+RETRY_SECONDS = 5.0
+"""The Retry-After of an answer that had begun, and whose engine or server ends."""
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
@@ -136,7 +138,8 @@ class Answer:
                 self._count_prompt(event)
                 continue
             if isinstance(event, Error):
-                self.error = ServeError(event.status, event.type, event.code, event.message)
+                wait = RETRY_SECONDS if event.status in (429, 503) else None
+                self.error = ServeError(event.status, event.type, event.code, event.message, retry_after=wait)
                 break
             if not choice.begun:
                 choice.begun = True

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from exl_serve.config.model import ModelConfig, ServeConfig
+from exl_serve.errors import ServeError
 
 __all__ = ["ModelState", "Operator", "Report", "State", "Told", "WorkerStart", "decode_report", "decode_told", "encode"]
 
@@ -67,8 +68,20 @@ class Told(msgspec.Struct, array_like=True, frozen=True, tag="told", tag_field="
 
     tag: int
     result: dict[str, Any]
-    #: (status, type, code, message), where the call failed
-    error: tuple[int, str, str, str] | None = None
+    #: status, type, code, message and seconds to wait, where the call failed
+    error: tuple[int, str, str, str, float | None] | None = None
+
+    @classmethod
+    def failed(cls, tag: int, error: ServeError) -> Told:
+        """Return the answer to a call that failed with `error`."""
+        return cls(tag, {}, (error.status, error.type, error.code, error.message, error.retry_after))
+
+    def problem(self) -> ServeError | None:
+        """Return the error that the call failed with."""
+        if self.error is None:
+            return None
+        *what, wait = self.error
+        return ServeError(*what, retry_after=wait)
 
 
 _encoder = msgspec.msgpack.Encoder()

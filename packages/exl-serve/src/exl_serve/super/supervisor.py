@@ -384,7 +384,7 @@ class Supervisor:
             found = self._operate(worker, call)
             answer = None if found is None else link.Told(call.tag, found)
         except ServeError as error:
-            answer = link.Told(call.tag, {}, (error.status, error.type, error.code, error.message))
+            answer = link.Told.failed(call.tag, error)
         if answer is not None:
             self._socket.send_multipart([worker, link.encode(answer)])
 
@@ -413,8 +413,7 @@ class Supervisor:
                 continue
             told = link.Told(one.tag, {} if entry is None else _described(entry))
             if entry is not None and entry.state != "ready" and entry.error is not None:
-                error = entry.error
-                told = link.Told(one.tag, {}, (error.status, error.type, error.code, error.message))
+                told = link.Told.failed(one.tag, entry.error)
             self._socket.send_multipart([one.worker, link.encode(told)])
         self._waiting = left
 
