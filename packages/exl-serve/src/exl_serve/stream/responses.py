@@ -81,7 +81,8 @@ class Responses(Answer):
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [dict(item) for item in self._output],
-            "usage": None if status == "in_progress" else usage_of(self.usage()),
+            # That of a failed one is not known: the engine counts what it has generated when it ends by itself.
+            "usage": None if status in ("in_progress", "failed") else usage_of(self.usage()),
         }
 
     # ---- events ----------------------------------------------------------------------------------------------------
