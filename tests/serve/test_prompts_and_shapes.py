@@ -405,3 +405,14 @@ def test_reasoning_cannot_be_left_out_and_named(http: httpx.Client) -> None:
     asked: dict[str, Any] = {"messages": [QUESTION], "include_reasoning": False, "reasoning_field": "both"}
     answer = post(http, "/v1/chat/completions", **asked)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include_reasoning")
+
+
+@pytest.mark.parametrize(("fields", "told"), [({"max_tokens": 0}, 0), ({"max_tokens": 2}, 2), ({}, 16)])
+def test_a_prompt_that_is_too_long_says_what_was_asked_for(
+    http: httpx.Client, fields: dict[str, Any], told: int
+) -> None:
+    """Completions without a number are of 16 tokens."""
+    body = {"prompt": [5] * 1025, "echo": True, **fields}
+    answer = post(http, "/v1/completions", **body)
+    assert answer.status_code == 400
+    assert f"has 1025 tokens and {told} are asked for" in answer.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -124,6 +125,24 @@ def test_an_address_in_use_is_refused() -> None:
         config = parse({"server": {"port": taken.getsockname()[1]}})
         with pytest.raises(ServeError, match="choose another"):
             listen(config)
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1"])
+def test_another_host_is_advised_where_the_host_is_wrong(host: str) -> None:
+    """192.0.2.1 is an address that no machine has."""
+    with pytest.raises(ServeError, match=f"cannot listen on {host}:8000: .*; choose another with --host$") as caught:
+        listen(parse({"server": {"host": host}}))
+    assert caught.value.param == "host"
+
+
+@pytest.mark.parametrize("name", ["taken", "long" * 30, "long" * 100])
+def test_another_path_is_advised_where_the_socket_is_taken_or_its_path_too_long(tmp_path: Path, name: str) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as taken:
+        taken.bind(str(tmp_path / "taken"))
+        taken.listen()
+        with pytest.raises(ServeError, match=r": (?!None).+; choose another with --set server\.uds=PATH$") as caught:
+            listen(parse({"server": {"uds": str(tmp_path / name)}}))
+    assert caught.value.param == "uds"
 
 
 def test_a_unix_socket_is_its_owners_and_a_dead_one_is_replaced(tmp_path: Path) -> None:

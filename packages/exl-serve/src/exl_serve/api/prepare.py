@@ -226,8 +226,9 @@ def engine_request(
     asked = max_tokens if max_tokens is not None else call.state.config.server.default_max_tokens
     new = room if asked is None else asked
     if room < (0 if asked == 0 else 1) or new > room:
+        least = 0 if asked == 0 else max(new, 1)
         raise ServeError.invalid(
-            f"the prompt has {len(ids)} tokens and {max(new, 1)} are asked for, together more than the context of "
+            f"the prompt has {len(ids)} tokens and {least} are asked for, together more than the context of "
             f"{card.max_seq_len} tokens: shorten the prompt{f', or ask for at most {room}' if room >= 1 else ''}",
             "max_tokens" if room >= 1 else source,
             "context_length_exceeded",

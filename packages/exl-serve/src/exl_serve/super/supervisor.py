@@ -6,6 +6,7 @@ It loads no model and answers no request, so it rarely fails. All its processes 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -461,10 +462,14 @@ def listen(config: ServeConfig) -> socket.socket:
             listener.bind((server.host, server.port))
         listener.listen(2048)
     except OSError as error:
-        place = server.uds or f"{server.host}:{server.port}"
-        raise ServeError.invalid(
-            f"cannot listen on {place}: {error.strerror}; choose another with --port", "port"
-        ) from error
+        if server.uds is not None:
+            place, option, param = server.uds, "--set server.uds=PATH", "uds"
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            place, option, param = f"{server.host}:{server.port}", "--host", "host"
+        else:
+            place, option, param = f"{server.host}:{server.port}", "--port", "port"
+        reason = error.strerror or error  # that of a path that is too long has no number
+        raise ServeError.invalid(f"cannot listen on {place}: {reason}; choose another with {option}", param) from error
     listener.set_inheritable(True)
     return listener
 
