@@ -28,8 +28,6 @@ __all__ = ["Generation", "answer_id", "serve"]
 
 T = TypeVar("T")
 
-STALLED_SECONDS = 30.0
-"""A paused request ends when its client reads nothing for so many seconds."""
 TOO_LATE = "the request's deadline has passed while its images were decoded: allow more time, or send smaller images"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -235,11 +233,7 @@ async def _stream(call: Call, generation: Generation, answer: Answer, interval: 
     if answer.error is not None and not chunks:  # no part of an answer exists: the status can still report it
         raise answer.error
     await call.start(200, SSE_HEADERS)
-    with _Writing() as writing:
-        await _pieces(call, generation, answer, writing, events, chunks, interval)
-    if writing.stalled:
-        call.state.meter.count("exl_stalled_streams_total")
-        generation.cancel()
+    await _pieces(call, generation, answer, events, chunks, interval)
 
 
 async def _beginning(
@@ -269,7 +263,6 @@ async def _pieces(
     call: Call,
     generation: Generation,
     answer: Answer,
-    writing: _Writing,
     events: list[AnswerEvent],
     chunks: list[dict[str, Any]],
     interval: int,
@@ -287,9 +280,7 @@ async def _pieces(
             return
         if data or not events:
             generation.writes += 1
-            writing.begin()
             await call.write(data or b": ping\n\n", more=True)
-            writing.end()
             if data and interval > 1:  # the first token does not wait for others
                 generation.queue.set_interval(interval)
         generation.queue.written()
@@ -297,53 +288,6 @@ async def _pieces(
         if generation.is_cancelled():
             return
         chunks = answer.chunks(events)
-
-
-class _Writing:
-    """Cancel this task's write once it has waited `STALLED_SECONDS` for the client; then `stalled` is true.
-
-    One timer serves all writes of a stream: `asyncio.timeout` would set one for each token.
-    """
-
-    __slots__ = ("_loop", "_since", "_task", "_timer", "stalled")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.stalled = False
-
-    def __enter__(self) -> _Writing:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        if self._timer is not None:
-            self._timer.cancel()
-        assert self._task is not None
-        # Another cancellation of the task stays one.
-        return self.stalled and kind is asyncio.CancelledError and self._task.uncancel() == 0
-
-    def begin(self) -> None:
-        """A write begins."""
-        self._since = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(STALLED_SECONDS, self._look)
-
-    def end(self) -> None:
-        """The write has ended."""
-        self._since = None
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._since is None:
-            return
-        left = self._since + STALLED_SECONDS - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
-        elif self._task is not None:
-            self.stalled = True
-            self._task.cancel()
 
 
 def _first(generation: Generation) -> None:

@@ -243,6 +243,11 @@ class _Guarded(HttpToolsProtocol):
             return
         self._arm(interval, self._body_check)
 
+    def pause_writing(self) -> None:
+        """Handle that more waits for the client than may: nothing is written until it has read."""
+        super().pause_writing()
+        self._watch()
+
     # ---- clients that do not read ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:

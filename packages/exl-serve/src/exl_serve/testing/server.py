@@ -13,7 +13,7 @@ import uvicorn
 
 from exl_serve.api.app import create_app
 from exl_serve.api.limits import guarded, keep_alive
-from exl_serve.api.state import AppState, Caller, ModelHandle
+from exl_serve.api.state import AppState, Caller, Meter, ModelHandle
 from exl_serve.api.text import FolderText
 from exl_serve.api.worker import find_model
 from exl_serve.config.model import ModelConfig, ServeConfig
@@ -81,10 +81,12 @@ class LiveServer:
         configs: Sequence[ModelConfig],
         config: ServeConfig | None = None,
         authenticate: Any = None,
+        meter: Meter | None = None,
     ) -> None:
         self._engines, self._configs = engines, configs
         self._config = config or ServeConfig()
         self._authenticate = authenticate or (lambda scope, needed: Caller())
+        self._meter = meter or NoMeter()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.state: AppState | None = None
@@ -98,10 +100,10 @@ class LiveServer:
     async def _run(self) -> None:
         handles = [LocalHandle(self._engines[one.id], one) for one in self._configs]
         models = LocalModels(handles, accept_any=self._config.server.accept_any_model)
-        self.state = AppState(self._config, models, NoMeter(), self._authenticate)
+        self.state = AppState(self._config, models, self._meter, self._authenticate)
         settings = uvicorn.Config(
             create_app(self.state),
-            http=guarded(self._config.server.limits, self._config.server.trusted_proxies),
+            http=guarded(self._config.server.limits, self._config.server.trusted_proxies, self._meter),
             log_level="warning",
             lifespan="off",
             access_log=False,
