@@ -80,8 +80,8 @@ class Told(msgspec.Struct, array_like=True, frozen=True, tag="told", tag_field="
         """Return the error that the call failed with."""
         if self.error is None:
             return None
-        *what, wait = self.error
-        return ServeError(*what, retry_after=wait)
+        status, kind, code, message, wait = self.error
+        return ServeError(status, kind, code, message, retry_after=wait)
 
 
 _encoder = msgspec.msgpack.Encoder()
