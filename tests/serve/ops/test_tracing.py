@@ -60,7 +60,8 @@ def complete(http: httpx.Client, **headers: str) -> int:
 def test_a_request_and_its_parts_are_spans_of_the_client_s_trace(traced: Traced) -> None:
     http, exporter = traced(service_name="mine")
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "one"}
-    chat = {"messages": [{"role": "user", "content": "a secret prompt"}], "max_tokens": 4, "ignore_eos": True}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a secret prompt"}], "max_tokens": 4}
+    chat |= {"ignore_eos": True, "cache_salt": "no other test has it"}
     assert http.post("/v1/chat/completions", json=chat, headers=headers).status_code == 200
     until(lambda: len(exporter.get_finished_spans()) == 6)
     *parts, request = exporter.get_finished_spans()
