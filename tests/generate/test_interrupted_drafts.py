@@ -149,7 +149,8 @@ def test_nobody_can_tell(asked: list[Request], drafter: str, on_device: bool) ->
 def test_a_job_of_a_queued_step_with_drafts(drafter: str, how: str) -> None:
     """The step was queued with the rows of all jobs, so those of the one that leaves are unused."""
     asked = [Request((3, 4, 5, 6) * 3, seed, True) for seed in range(2)]
-    leaving = Request((3, 4, 5, 6) * 2, 2, True, **{f"{how}_at": 4}, pause=2)
+    cancelled, paused = (4, -1) if how == "cancelled" else (-1, 4)
+    leaving = Request((3, 4, 5, 6) * 2, 2, True, cancelled_at=cancelled, paused_at=paused, pause=2)
     alone = [play([one.alone], "none")[0][0] for one in (*asked, leaving)]
     queued: list[bool] = []
     found, jobs = play([*asked, leaving], drafter, lambda generator, at: queued.append(is_prelaunched(generator)))

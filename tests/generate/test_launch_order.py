@@ -15,6 +15,7 @@ from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.dynamic.prelaunched_step import PrelaunchedStep
+from exl_generate.dynamic.speculation import Drafts
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
@@ -303,7 +304,9 @@ def test_a_hook_installed_between_steps_sees_no_prepared_drafts() -> None:
     ],
     ids=["a few rows filled", "many filled for one pass less", "many for three less", "more rows than a step has"],
 )
-def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(lengths: list[int], passes: int) -> None:
+def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], passes: int
+) -> None:
     model = Preparing(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=128))
     generator = ExLlamaV2DynamicGenerator(
         model,
@@ -318,7 +321,11 @@ def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(lengths: l
     jobs = [ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 20, seed=at) for at in range(len(lengths))]
     generator.enqueue(jobs)
     wanted = dict(zip(jobs, lengths, strict=True))
-    generator.drafter.propose = lambda active, *_: {job: [3] * wanted[job] for job in active if wanted[job]}
+
+    def propose(active: list[ExLlamaV2DynamicJob], *_: Any) -> Drafts:
+        return {job: [3] * wanted[job] for job in active if wanted[job]}
+
+    monkeypatch.setattr(generator.drafter, "propose", propose)
     while not all(job.new_tokens >= 1 for job in jobs):
         generator.iterate()
     before = model.steps
