@@ -541,6 +541,19 @@ def test_folders_that_hold_no_adapter(bench: Bench, tmp_path: Path) -> None:
         ExLlamaV2Lora.from_directory(bench.model, tmp_path)
 
 
+def test_an_adapter_that_a_gpu_has_no_room_for(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hand_made(tmp_path, ["q_proj"])
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("exl_core.lora.adapter.LoraPair", full)
+        with pytest.raises(errors.DeviceError, match="not enough GPU memory to load the adapter"):
+            ExLlamaV2Lora.from_directory(bench.model, folder)
+    assert ExLlamaV2Lora.from_directory(bench.model, folder).loaded
+
+
 class Evil:
     def __init__(self, mark: Path) -> None:
         self.mark = mark

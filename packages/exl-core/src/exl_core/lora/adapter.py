@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
 
+from ..device import out_of_memory_as_error
 from ..errors import AdapterError, ModelStateError
 from ..loading.linears import take_rows
 from .config import AdapterConfig
@@ -68,6 +69,7 @@ class ExLlamaV2Lora:
         AdapterError: the adapter is damaged or does not fit the model.
         UnsupportedError: the adapter's method (such as DoRA) is not supported; the message names the method.
         ModelStateError: the model is not loaded.
+        DeviceError: a GPU has no room for the tensors, or failed.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class ExLlamaV2Lora:
         self.mixable = False
         self.content_digest = b""
         self.loaded = False
-        self._load(AdapterTensors(Path(lora_path)))
+        with out_of_memory_as_error(f"load the adapter {self.lora_path}"):
+            self._load(AdapterTensors(Path(lora_path)))
 
     @classmethod
     def from_directory(
