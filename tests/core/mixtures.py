@@ -1,4 +1,4 @@
-"""Small mixtures of experts of five families, for the tests of experts on the CPU and on a GPU."""
+"""Small mixtures of experts of seven families, for the tests of experts on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -21,5 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**MOE, "shared_expert_intermediate_size": 64},
     "Qwen3MoeForCausalLM": {**MOE, "norm_topk_prob": True},
     "PhiMoEForCausalLM": {**MOE, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": {**MOE, "intermediate_size": 96, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "OlmoeForCausalLM": {**MOE, "intermediate_size": 96},
     "DbrxForCausalLM": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 1.5}},
 }

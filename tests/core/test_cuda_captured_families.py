@@ -30,7 +30,10 @@ CASES: dict[str, tuple[type[ExLlamaV2CacheBase], dict[str, Any]]] = {
         {"query_pre_attn_scalar": 32, "sliding_window": 16, "attn_logit_softcapping": 50.0},
     ),
     "CohereForCausalLM": (ExLlamaV2Cache, {"layer_norm_eps": 1e-5, "logit_scale": 0.1}),
-    "Qwen2MoeForCausalLM": (ExLlamaV2Cache, FAMILIES["Qwen2MoeForCausalLM"]),
+    **{
+        family: (ExLlamaV2Cache, FAMILIES[family])
+        for family in ("Qwen2MoeForCausalLM", "GraniteMoeForCausalLM", "OlmoeForCausalLM")
+    },
 }
 PAGE, PAGES, ROWS = 16, 6, 3
 PROMPTS = [[(0, 0, 40)], [(1, 0, 33), (2, 0, 5)], [(0, 40, 47), (1, 33, 38), (2, 5, 8)]]
