@@ -77,7 +77,7 @@ def test_the_cache_format_picks_the_attention(info) -> None:
 
 
 def test_a_card_without_the_fast_attention_says_why(info) -> None:
-    _, out, _ = info(MODEL, "--kernels", "--card", "5090")
+    _, out, _ = info(MODEL, "--kernels", "--card", "2080 Ti")
     assert "128 (a prompt)" in out
     assert "512 (a prompt)" in out
     assert "captured" in out
@@ -88,6 +88,8 @@ def test_a_card_without_the_fast_attention_says_why(info) -> None:
         "attention_wide: it needs wgmma",
     ):
         assert kernel in out
+    newer = kernels(json.loads(info(MODEL, "--kernels", "--card", "5090", "--json")[1]))
+    assert newer["attention", 1].endswith("_teams1")
     found = json.loads(info(MODEL, "--kernels", "--card", "H100", "--json")[1])
     assert not any(use["why"] for use in found["uses"] if use["operation"] == "attention")
     assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 128: 128, 512: 512}

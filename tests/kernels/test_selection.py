@@ -98,8 +98,8 @@ def test_a_card_of_each_generation() -> None:
     }  # fmt: skip
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
     assert Card.named("h200").features == {"bulk_copy", "clusters", "tested_clusters", "wgmma"}
-    assert Card.named("B200").features == {"bulk_copy", "clusters", "mma_pipeline"}
-    assert Card.named("5090").features == {"bulk_copy", "mma_pipeline"}
+    assert Card.named("B200").features == {"async_copy", "bulk_copy", "clusters", "mma_pipeline"}
+    assert Card.named("5090").features == {"async_copy", "bulk_copy", "mma_pipeline"}
     assert Card.named("3090").features == {"async_copy", "mma_pipeline"}
     assert not Card.named("2080 Ti").features
 
@@ -254,6 +254,7 @@ def test_attention_by_card_cache_and_shape() -> None:
     assert kernel("H100", dim=256) == "attention_fp16_f16_256_few1"
     assert kernel("H100", tokens=512) == "attention_fp16_128_wide"
     assert kernel("A100", tokens=512) == "attention_fp16_128_prefill"
+    assert kernel("5090") == kernel("B200") == kernel("4090")
     with pytest.raises(ValueError, match="cache kind"):
         kernel("H100", kind="q5")
     with pytest.raises(ValueError, match="query heads"):
@@ -266,8 +267,9 @@ def test_attention_says_why_no_faster_kernel_runs() -> None:
         return dict(Card.named(card).attention("fp16", 128, 32, 8, **given).refused)
 
     assert why("H100") == why("H100", rotated=128) == why("H100", tokens=512) == {}
-    assert why("B200").keys() == why("5090").keys() == {"attention_few", "attention_long", "attention_teams"}
-    assert why("3090").keys() == {"attention_few", "attention_long"}
+    assert why("2080 Ti").keys() == {"attention_few", "attention_long", "attention_teams"}
+    for card in ("3090", "5090", "B200"):
+        assert why(card).keys() == {"attention_few", "attention_long"}
     assert "wgmma" in why("A100", tokens=512)["attention_wide"]
     assert "shared memory" in why("2080 Ti", tokens=512)["attention_prefill"]
     assert "rotations" in why("H100", rotated=96)["attention_few"]

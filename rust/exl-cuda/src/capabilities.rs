@@ -50,7 +50,7 @@ impl Feature {
                 "clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)"
             }
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
-            Self::AsyncCopy => "code for sm_80, sm_86 or sm_89",
+            Self::AsyncCopy => "code for sm_80 to sm_89, or for sm_100 or newer",
             Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",
         }
     }
@@ -358,7 +358,8 @@ pub(crate) mod tests {
         let copies = |name, archs| card(name, archs).has(Feature::AsyncCopy);
         assert!(copies("4090", RELEASE) && copies("A100", RELEASE));
         assert!(copies("H100", &["80+ptx"]) && !copies("H100", RELEASE));
-        assert!(!copies("2080 Ti", RELEASE) && !copies("5090", RELEASE));
+        assert!(copies("5090", RELEASE) && copies("B200", RELEASE));
+        assert!(!copies("2080 Ti", RELEASE) && !copies("B200", &["90+ptx"]));
         let pipelines = |name, archs| card(name, archs).has(Feature::MmaPipeline);
         assert!(["3090", "A100", "5090", "B200"].map(|name| pipelines(name, RELEASE)) == [true; 4]);
         assert!(pipelines("H100", &["80+ptx"]) && pipelines("H100", &["90"]));

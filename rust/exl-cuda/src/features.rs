@@ -11,7 +11,7 @@ pub enum Feature {
     TestedClusters,
     /// Matrix instructions of a warpgroup.
     Wgmma,
-    /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
+    /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that code for sm_90 does not need.
     AsyncCopy,
     /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
     MmaPipeline,
@@ -23,7 +23,7 @@ impl Feature {
         match self {
             Self::BulkCopy | Self::Clusters | Self::TestedClusters => code >= 90,
             Self::Wgmma => code == 90 && specific,
-            Self::AsyncCopy => (80..90).contains(&code),
+            Self::AsyncCopy => code >= 80 && !(90..100).contains(&code),
             Self::MmaPipeline => code >= 80 && !Self::Wgmma.in_code(code, specific),
         }
     }

@@ -1,4 +1,4 @@
-// Attention of one token a sequence in code for sm_80, sm_86 and sm_89: no clusters, no programmatic launch and no mbarriers. A block takes a
+// Attention of one token a sequence in code for sm_80, sm_86 and sm_89, and for sm_100 and later: no clusters and no mbarriers. A block takes a
 // whole split of eight units. Its one to four teams of four warps work on a unit each: team i of n takes units i, i + n, ... A team copies
 // its own units with `cp.async`, keys and values as separate groups, into one or two slots. Named barriers order its warps.
 //
@@ -19,7 +19,7 @@ struct Teams : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   DEVICE static int warps() { return blockDim.x / 32; }
 };
 
-#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
+#if (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1000
 constexpr int MOST_TEAMS = 4;
 // Waits until all warps of a team are here.
 DEVICE void team_meets(int team) { asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory"); }
@@ -144,6 +144,8 @@ DEVICE void store_result(const Attention& a, const Job& job, const Pair& pair, i
 template <class S>
 DEVICE void attention_teams(const Attention& a) {
   extern __shared__ __align__(128) uint8_t shared[];
+  pdl_trigger();
+  pdl_wait();
   Job job(a, 0);
   const int warp = warp_index(), lane = threadIdx.x & 31, split = blockIdx.z;
   TeamShare share;

@@ -1,4 +1,4 @@
-// Attention of one token a sequence over pages of kind fp8, in code for sm_80, sm_86 and sm_89.
+// Attention of one token a sequence over pages of kind fp8, in code for sm_80 to sm_89 and from sm_100 on.
 #include "attention/attention_teams.cuh"
 
 ALL_TEAMS(fp8, E5M2, E5M2)

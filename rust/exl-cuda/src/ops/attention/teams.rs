@@ -1,4 +1,4 @@
-//! The kernel for one token a sequence in code for sm_80, sm_86 and sm_89 (`kernels/attention/attention_teams.cuh`): its blocks.
+//! The kernel for one token a sequence in code for sm_80 to sm_89 and from sm_100 on (`kernels/attention/attention_teams.cuh`): its blocks.
 
 use super::room::{packed, unit_bytes};
 use super::select::{Call, Refusal};

@@ -93,20 +93,15 @@ fn the_table_of_a_layer_on_every_card() {
                 "attention_fp16_128_decode1",
                 "attention_fp16_128_decode2",
             ),
-            80..90 => (
-                caps,
-                "attention_fp16_f16_128_teams1",
-                "attention_fp16_128_prefill",
-            ),
             _ => (
                 caps,
-                "attention_fp16_128_decode1",
+                "attention_fp16_f16_128_teams1",
                 "attention_fp16_128_prefill",
             ),
         })
     {
         // Teams need room for the parts of all splits of the table, which small cards plan for long keys only.
-        let most = if (80..90).contains(&caps.code) { 1 } else { 8 };
+        let most = if [75, 90].contains(&caps.code) { 8 } else { 1 };
         for rows in [(1, 1), (most, 1)] {
             assert_eq!(kernel(&caps, rows, 256), single, "{caps:?} {rows:?}");
         }
@@ -114,7 +109,9 @@ fn the_table_of_a_layer_on_every_card() {
             assert_eq!(kernel(&caps, (1, tokens), tokens), prompt, "{caps:?}");
         }
     }
-    for name in ["3060", "3090", "4090", "A100", "L4", "L40S"] {
+    for name in [
+        "3060", "3090", "4090", "5090", "A100", "L4", "L40S", "B200",
+    ] {
         let caps = card(name, RELEASE);
         for rows in [(1, 1), (8, 1), (64, 1)] {
             let teams = "attention_fp16_f16_128_teams1";
@@ -189,16 +186,16 @@ fn refused(caps: &Capabilities, call: &Call) -> Vec<(&'static str, String)> {
 fn a_card_without_the_kernels_of_one_token_says_what_it_lacks() {
     let step = call(kind("fp16"), 128, (32, 8), (1, 1), 256);
     let newer = "it needs clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)";
-    let older = "it needs code for sm_80, sm_86 or sm_89";
-    for name in ["B200", "5090", "2080 Ti"] {
-        let found = refused(&card(name, RELEASE), &step);
-        let (few, long) = ("attention_few", "attention_long");
-        let expected = [(few, newer), (long, newer), ("attention_teams", older)];
-        assert_eq!(found, expected.map(|(k, why)| (k, why.into())), "{name}");
-    }
+    let later = "it needs code for sm_80 to sm_89, or for sm_100 or newer";
+    let (few, long) = ("attention_few", "attention_long");
+    let expected = [(few, newer), (long, newer), ("attention_teams", later)];
+    let turing = refused(&card("2080 Ti", RELEASE), &step);
+    assert_eq!(turing, expected.map(|(k, why)| (k, why.into())));
     assert!(refused(&hopper(), &step).is_empty());
-    let ampere = refused(&card("3090", RELEASE), &step);
-    assert!(ampere.iter().all(|(_, why)| why == newer) && ampere.len() == 2);
+    for name in ["3090", "5090", "B200"] {
+        let found = refused(&card(name, RELEASE), &step);
+        assert!(found.iter().all(|(_, why)| why == newer) && found.len() == 2);
+    }
 }
 
 #[test]
