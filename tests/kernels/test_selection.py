@@ -255,6 +255,8 @@ def test_attention_by_card_cache_and_shape() -> None:
     assert kernel("H100", tokens=512) == "attention_fp16_128_wide"
     assert kernel("A100", tokens=512) == "attention_fp16_128_prefill"
     assert kernel("5090") == kernel("B200") == kernel("4090")
+    assert kernel("4090", dim=256, tokens=512) == "attention_fp16_256_small_prefill"
+    assert kernel("2080 Ti", tokens=512) == "attention_fp16_128_small_prefill"
     with pytest.raises(ValueError, match="cache kind"):
         kernel("H100", kind="q5")
     with pytest.raises(ValueError, match="query heads"):
@@ -262,16 +264,16 @@ def test_attention_by_card_cache_and_shape() -> None:
 
 
 def test_attention_says_why_no_faster_kernel_runs() -> None:
-    def why(card: str, **options: int) -> dict[str, str]:
+    def why(card: str, dim: int = 128, **options: int) -> dict[str, str]:
         given: dict[str, Any] = {"batch": 1, "tokens": 1, "keys": 512, **options}
-        return dict(Card.named(card).attention("fp16", 128, 32, 8, **given).refused)
+        return dict(Card.named(card).attention("fp16", dim, 32, 8, **given).refused)
 
     assert why("H100") == why("H100", rotated=128) == why("H100", tokens=512) == {}
     assert why("2080 Ti").keys() == {"attention_few", "attention_long", "attention_teams"}
     for card in ("3090", "5090", "B200"):
         assert why(card).keys() == {"attention_few", "attention_long"}
     assert "wgmma" in why("A100", tokens=512)["attention_wide"]
-    assert "shared memory" in why("2080 Ti", tokens=512)["attention_prefill"]
+    assert "shared memory" in why("2080 Ti", dim=256, tokens=512)["attention_prefill"]
     assert "rotations" in why("H100", rotated=96)["attention_few"]
     assert "all keys" in why("H100", window=128)["attention_long"]
 

@@ -3,18 +3,25 @@
 //
 // Several blocks may share a tile's keys. The first joins its splits as they arrive, the others write each split to the workspace, and
 // `attention_join`, a launch of its own, joins these parts in order.
+//
+// The small kernels are for cards whose blocks have too little shared memory for the totals. They keep them in the workspace, as the first
+// part of a tile; a warp reads and writes them once every eight units. The order of arithmetic is the same.
 #pragma once
 #include "attention/attention_queries.cuh"
 
 constexpr int ROWS = 16;
 
-template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_>
+template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_, bool SMALL_ = false>
 struct Prefill : Stages<KEY_CODEC, VALUE_CODEC, DIM_, WARPS_, 0> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, WARPS = WARPS_, TILES = DIM / 8;
-  static constexpr bool REGISTERS = DIM <= 128;
+  static constexpr bool REGISTERS = DIM <= 128, SMALL = SMALL_;
   // Memory of a warp: queries, then totals. If queries move to registers, totals take their place.
   static constexpr int QUERY_BYTES = ROWS * DIM * 2, TOTAL_BYTES = ROWS * DIM * 4, TOTAL_AT = REGISTERS ? 0 : QUERY_BYTES;
-  static constexpr int WARP_BYTES = TOTAL_AT + TOTAL_BYTES;
+  // Small kernels: queries, then 64 dimensions of results. If queries move to registers, this memory is that of the units, before the first
+  // and after the last of them.
+  static constexpr int BLOCK_BYTES = ROWS * 64 * 4, SMALL_BYTES = QUERY_BYTES > BLOCK_BYTES ? QUERY_BYTES : BLOCK_BYTES;
+  static constexpr int WARP_BYTES = SMALL ? SMALL_BYTES : TOTAL_AT + TOTAL_BYTES;
+  static constexpr bool BESIDE_UNITS = !SMALL || !REGISTERS;
 };
 
 // Running softmax of a lane's two rows, g and g + 8.
@@ -154,9 +161,9 @@ DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& 
   }
 }
 
-// total = total joined with the split that just finished; tile n of a lane's totals is total[n * stride].
-template <int TILES>
-DEVICE void join_split(float4* total, int stride, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
+// total = total joined with the split that just finished; tile n of a lane's totals is total[n * stride]. `put(n, tile)` stores a tile.
+template <int TILES, class Put>
+DEVICE void join_split(const float4* total, int stride, float (&max)[2], float (&sum)[2], const State<TILES>& split, Put put) {
   float kept[2], added[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -170,8 +177,12 @@ DEVICE void join_split(float4* total, int stride, float (&max)[2], float (&sum)[
     v.y = join_value(v.y, kept[0], split.acc[n][1], added[0]);
     v.z = join_value(v.z, kept[1], split.acc[n][2], added[1]);
     v.w = join_value(v.w, kept[1], split.acc[n][3], added[1]);
-    total[n * stride] = v;
+    put(n, v);
   }
+}
+template <int TILES>
+DEVICE void join_split(float4* total, int stride, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
+  join_split(total, stride, max, sum, split, [&](int n, const float4& v) { total[n * stride] = v; });
 }
 
 // Stores the warp's totals to `out`, or packed for a matmul, through shared memory, with rows in the order of the dimension: TILES tiles of eight dimensions from
@@ -226,6 +237,35 @@ DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int
   }
 }
 
+// Stores a warp's totals, which are in the workspace, through `staged`: shared memory for 64 dimensions.
+template <class S>
+DEVICE void part_to_out(const Attention& a, const float4* total, float4* staged, const float (&sum)[2], const Place (&mine)[2]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int block = 0; block < S::DIM / 64; block++) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) staged[n * 32 + lane] = total[(8 * block + n) * 32 + lane];
+    totals_to_out<S, 8>(a, staged, sum, mine, block);
+  }
+}
+
+// Loads a warp's queries to `own`, and from there to registers if they have room.
+template <class S>
+DEVICE void load_queries(const Attention& a, uint8_t* own, uint4 (*queries)[2], int first_row, int first, int end, int key_head, int head_tile) {
+  const int lane = threadIdx.x & 31;
+  load_rows<S>(a, first_row, first, end, key_head, head_tile, [&](int row, Head<S::DIM>& head, bool live) {
+    head.template put_query<S::KC>(reinterpret_cast<uint32_t*>(own) + row * 16, ROWS * 16, live);
+  });
+  __syncwarp();
+  if constexpr (S::REGISTERS) {
+#pragma unroll
+    for (int j = 0; j < S::DIM / 32; j++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) queries[j][r] = reinterpret_cast<uint4*>(own)[j * 64 + 32 * r + lane];
+    __syncwarp();
+  }
+}
+
 // Attends one run of tokens of a tile to this block's share of its keys.
 template <class S>
 DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile, int group) {
@@ -234,13 +274,14 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
   const int begin = share.from, stop = share.to;
   if (begin >= stop && blockIdx.z > 0) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_row = warp * ROWS;
-  uint8_t* own = shared + a.ring * S::UNIT_BYTES + warp * S::WARP_BYTES;
-  Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
-  load_rows<S>(a, first_row, first, end, key_head, head_tile, [&](int row, Head<S::DIM>& head, bool live) {
-    head.template put_query<S::KC>(reinterpret_cast<uint32_t*>(own) + row * 16, ROWS * 16, live);
-  });
-  __syncwarp();
+  uint8_t* own = shared + (S::BESIDE_UNITS ? a.ring * S::UNIT_BYTES : 0) + warp * S::WARP_BYTES;
   uint4 queries[S::REGISTERS ? S::DIM / 32 : 1][2];
+  if constexpr (!S::BESIDE_UNITS) {
+    load_queries<S>(a, own, queries, first_row, first, end, key_head, head_tile);
+    __syncthreads();
+  }
+  Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
+  if constexpr (S::BESIDE_UNITS) load_queries<S>(a, own, queries, first_row, first, end, key_head, head_tile);
   Place mine[2];
   Visible seen;
 #pragma unroll
@@ -250,17 +291,19 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
     const int position = mine[r].token < 0 || keys.to == 0 ? -1 : a.positions[mine[r].token];
     seen.from[r] = visible_from(a, position);
     seen.to[r] = visible_to(a, position);
-    if constexpr (S::REGISTERS)
-#pragma unroll
-      for (int j = 0; j < S::DIM / 32; j++) queries[j][r] = reinterpret_cast<uint4*>(own)[j * 64 + 32 * r + lane];
   }
-  __syncwarp();
   const bool live[2] = {mine[0].token >= 0, mine[1].token >= 0};
   float4* part = part_at<S>(a, group, warp, share.slot);
-  float4* total = reinterpret_cast<float4*>(own + S::TOTAL_AT);
+  float4* total = S::SMALL ? part_at<S>(a, group, warp, 0) : reinterpret_cast<float4*>(own + S::TOTAL_AT);
+  const auto put_total = [&](int n, const float4& v) {
+    if constexpr (S::SMALL) write_part(total, n, v, live);
+    else total[n * 32 + lane] = v;
+  };
   float max_of[2] = {-INFINITY, -INFINITY}, sum_of[2] = {0.f, 0.f};
+  // Blocks with a later slot have no total; the workspace at this place is another block's.
+  if (!S::SMALL || !share.slot)
 #pragma unroll
-  for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int n = 0; n < S::TILES; n++) put_total(n, make_float4(0.f, 0.f, 0.f, 0.f));
   State<S::TILES> split;
   split.clear();
   for (int index = begin; index < stop; index++) {
@@ -270,17 +313,23 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
         write_part(part, split.max, split.sum, split.acc, live);
         part += (S::TILES + 1) * 32;
       } else {
-        join_split(total + lane, 32, max_of, sum_of, split);
+        join_split(total + lane, 32, max_of, sum_of, split, put_total);
       }
       split.clear();
     }
     ring.unit_done();
   }
+  if (!S::BESIDE_UNITS && !share.parts) {
+    copy_wait<0>();
+    __syncthreads();
+  }
   if (!share.parts) {
-    totals_to_out<S>(a, total, sum_of, mine);
+    if constexpr (S::SMALL) part_to_out<S>(a, total, reinterpret_cast<float4*>(own), sum_of, mine);
+    else totals_to_out<S>(a, total, sum_of, mine);
   } else if (!share.slot) {
+    if constexpr (!S::SMALL)
 #pragma unroll
-    for (int n = 0; n < S::TILES; n++) write_part(part, n, total[n * 32 + lane], live);
+      for (int n = 0; n < S::TILES; n++) write_part(part, n, total[n * 32 + lane], live);
     write_part(part, S::TILES, make_float4(max_of[0], sum_of[0], max_of[1], sum_of[1]), live);
   }
   copy_wait<0>();
@@ -357,4 +406,17 @@ DEVICE void attention_join(const Attention& a) {
   extern "C" __global__ void __launch_bounds__(DIM / 2, 1) attention_##kind##_##DIM##_join(const __grid_constant__ Attention a) { \
     attention_join<Prefill<KC, VC, DIM, WARPS>>(a);                                                                        \
   }
-#define PREFILLS(kind, KC, VC) PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)
+// `CODE`: the code that runs on cards whose blocks are too small for the other kernel.
+#define PREFILL_SMALL(kind, KC, VC, DIM, WARPS, CODE)                                                                              \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attention_##kind##_##DIM##_small_prefill(const __grid_constant__ Attention a) { \
+    if constexpr (CODE) attention_prefill<Prefill<KC, VC, DIM, WARPS, true>>(a);                                                   \
+    else __trap(); /* the host starts this kernel only where the code has it */                                                    \
+  }
+#ifdef __CUDA_ARCH__
+constexpr int CODE = __CUDA_ARCH__;
+#else
+constexpr int CODE = 0;
+#endif
+#define PREFILLS(kind, KC, VC)                                                                 \
+  PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)     \
+  PREFILL_SMALL(kind, KC, VC, 128, 8, CODE < 800) PREFILL_SMALL(kind, KC, VC, 256, 4, CODE != 900)

@@ -9,8 +9,9 @@ mod teams;
 mod tiles;
 
 pub use ordered::Ordered;
+use room::SMALL_DIMS;
 pub use select::{Call, Plan, Rows};
-use select::{Rotated, decode_name, join_name, prefill_name, wide_name};
+use select::{Rotated, decode_name, join_name, prefill_name, small_name, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
 use super::{Element, Target, index32};
@@ -227,7 +228,11 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     file.strip_prefix("attention_prefill_")
         .and_then(|suffix| {
             all(suffix, &|kind, dim| {
-                vec![prefill_name(kind, dim), join_name(kind, dim)]
+                let small = SMALL_DIMS.contains(&dim).then(|| small_name(kind, dim));
+                [prefill_name(kind, dim), join_name(kind, dim)]
+                    .into_iter()
+                    .chain(small)
+                    .collect()
             })
         })
         .unwrap_or_default()
@@ -360,7 +365,7 @@ fn argument(
 
 #[cfg(test)]
 mod tests {
-    use super::room::{decode_shared, prefill_shared};
+    use super::room::{decode_shared, prefill_room};
     use super::select::{Kernel, tests::call};
     use super::*;
     use crate::capabilities::tests::hopper;
@@ -397,8 +402,11 @@ mod tests {
                         assert!(units >= 1 && bytes <= per_block.max(99 * 1024));
                     }
                 }
-                let per_block = if dim == 256 { 227 } else { 99 } * 1024;
-                assert!(prefill_shared(kind, dim, per_block).1 <= per_block);
+                assert!(
+                    prefill_room(kind, dim, 99 * 1024)
+                        .is_some_and(|room| room.small == (dim == 256))
+                );
+                assert!(prefill_room(kind, dim, 227 * 1024).is_some_and(|room| !room.small));
             }
         }
     }
@@ -446,8 +454,16 @@ mod tests {
         assert_eq!(
             kernels("attention_prefill_q6"),
             [64, 128, 256]
-                .map(|dim| ["prefill", "join"].map(|n| format!("attention_q6_{dim}_{n}")))
-                .concat()
+                .into_iter()
+                .flat_map(|dim| {
+                    let names: &[_] = if dim == 64 {
+                        &["prefill", "join"]
+                    } else {
+                        &["prefill", "join", "small_prefill"]
+                    };
+                    names.iter().map(move |n| format!("attention_q6_{dim}_{n}"))
+                })
+                .collect::<Vec<_>>()
         );
     }
 }

@@ -63,11 +63,51 @@ pub(super) fn decode_shared(
     (units, units * unit_bytes(kind, dim) + rest)
 }
 
-/// Units and bytes of a prefill block's shared memory.
-pub(super) fn prefill_shared(kind: Kind, dim: usize, per_block: usize) -> (usize, usize) {
+/// Padded head dimensions of the small prefill kernels, which keep the totals of a tile in the workspace.
+pub(super) const SMALL_DIMS: [usize; 2] = [128, 256];
+
+/// Shared memory of a prefill block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PrefillRoom {
+    pub units: usize,
+    pub bytes: usize,
+    /// Whether only the small kernel's block fits.
+    pub small: bool,
+}
+
+/// Shared memory of a prefill block of at most `per_block` bytes; None if none fits.
+pub(super) fn prefill_room(kind: Kind, dim: usize, per_block: usize) -> Option<PrefillRoom> {
+    let whole = whole_room(kind, dim, per_block);
+    let small = || {
+        SMALL_DIMS
+            .contains(&dim)
+            .then(|| small_room(kind, dim, per_block))
+    };
+    let fits = |room: &PrefillRoom| room.bytes <= per_block;
+    Some(whole).filter(fits).or_else(|| small().filter(fits))
+}
+
+/// `Prefill` of `kernels/attention/attention_prefill.cuh`.
+fn whole_room(kind: Kind, dim: usize, per_block: usize) -> PrefillRoom {
     let (queries, totals) = (ROWS * dim * 2, ROWS * dim * 4);
     let own = if dim <= 128 { totals } else { queries + totals };
     let rest = prefill_warps(dim) * own;
     let units = ring(kind, dim, 0, per_block.saturating_sub(rest));
-    (units, units * unit_bytes(kind, dim) + rest)
+    PrefillRoom {
+        units,
+        bytes: units * unit_bytes(kind, dim) + rest,
+        small: false,
+    }
+}
+
+/// `Prefill` with `SMALL`: up to 128 elements, the units take the place of queries, and 64 elements of results that of units.
+fn small_room(kind: Kind, dim: usize, per_block: usize) -> PrefillRoom {
+    let own = prefill_warps(dim) * (ROWS * dim * 2).max(ROWS * 64 * 4);
+    let beside = if dim <= 128 { 0 } else { own };
+    let units = ring(kind, dim, 0, per_block.saturating_sub(beside));
+    PrefillRoom {
+        units,
+        bytes: (units * unit_bytes(kind, dim) + beside).max(own),
+        small: true,
+    }
 }

@@ -4,7 +4,7 @@ use super::select::Call;
 use super::{BLOCKS_PER_SM, ROWS, SPLIT_UNITS, UNIT, UNIT_PARTS, padded};
 
 /// Most floats of parts (256 MiB). For more, one block processes a tile alone.
-const MOST_PARTS: usize = 1 << 26;
+pub(super) const MOST_PARTS: usize = 1 << 26;
 
 /// Packing of query rows into tiles. For uneven sequences it affects the speed, not the results. A tile may hold tokens of several
 /// sequences, one run after the other. Results do not depend on tiles or on the kernel.
@@ -80,8 +80,9 @@ impl Shares {
         }
     }
 
-    /// The division of a prompt's tiles of blocks with `warps` warps, of which an SM runs one at a time.
-    pub fn of_prompt(sms: usize, call: &Call, warps: usize) -> Self {
+    /// The division of a prompt's tiles of blocks with `warps` warps, of which an SM runs one at a time. `totals`: blocks keep a tile's totals in
+    /// the workspace, as its first part.
+    pub fn of_prompt(sms: usize, call: &Call, warps: usize, totals: bool) -> Self {
         let tile = Tile::of(call, warps, call.tokens_of_prompt());
         let dim = padded(call.head_dim);
         let keys = call.keys.min(call.capacity());
@@ -92,7 +93,12 @@ impl Shares {
         let part = ROWS * warps * (dim + 8);
         let room = MOST_PARTS / (groups * part).max(1);
         if chunks < 2 || room < 2 {
-            return Self::alone(call, tile);
+            let parts = usize::from(totals);
+            return Self {
+                part_slots: parts,
+                workspace: groups * parts * part,
+                ..Self::alone(call, tile)
+            };
         }
         // The first block writes one part, the others one a split.
         let part_slots = (1 + splits - splits.div_ceil(chunks)).min(room);

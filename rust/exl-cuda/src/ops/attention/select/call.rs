@@ -1,5 +1,6 @@
 //! A call of attention, and why a kernel does not take it.
 
+use super::super::tiles::MOST_PARTS;
 use super::Kernel;
 use crate::capabilities::Capabilities;
 use crate::features::Feature;
@@ -105,6 +106,12 @@ pub enum Refusal {
     Needs(Feature),
     #[error("its buffers do not fit {0} bytes of shared memory a block")]
     SharedMemory(usize),
+    #[error(
+        "its blocks keep {floats} floats of totals in the workspace, which has room for {MOST_PARTS}: pass fewer tokens at a time"
+    )]
+    Workspace { floats: usize },
+    #[error("its blocks need {needed} bytes of shared memory, and the card's have {room}")]
+    SmallBlocks { needed: usize, room: usize },
     #[error("it takes {0}")]
     Takes(&'static str),
     #[error("it takes the call, but another kernel is faster for these pages and lengths")]

@@ -7,9 +7,9 @@ mod call;
 #[cfg(test)]
 pub(super) mod tests;
 
-use super::room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
+use super::room::{PrefillRoom, decode_shared, prefill_room, prefill_warps, wide_shared};
 use super::single::{self, Blocks};
-use super::tiles::Shares;
+use super::tiles::{MOST_PARTS, Shares};
 use super::{ROWS, SPLIT_UNITS, UNIT, WIDE_DIMS, padded, teams};
 use crate::capabilities::Capabilities;
 use crate::features::Feature;
@@ -166,10 +166,8 @@ fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Opt
         }
         return None;
     }
-    let (dim, per_block) = (padded(call.head_dim), caps.shared_per_block);
-    let wide = takes_wide(caps, call, dim);
-    let fits = prefill_shared(call.kind, dim, per_block).1 <= per_block;
-    let room = takes(fits, Refusal::SharedMemory(per_block));
+    let wide = takes_wide(caps, call, padded(call.head_dim));
+    let room = check_prefill(caps, call);
     let prefill = match wide {
         Ok(()) => room,
         Err(_) => room.and_then(|()| fills_card(caps, call, rows)),
@@ -181,6 +179,26 @@ fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Opt
         (Ok(()), _) => Some(Kernel::Wide),
         _ => Some(Kernel::Prefill),
     }
+}
+
+/// Shared memory of a block of [`Kernel::Prefill`]; None if none fits the card.
+fn room_of(caps: &Capabilities, call: &Call) -> Option<PrefillRoom> {
+    prefill_room(call.kind, padded(call.head_dim), caps.shared_per_block)
+}
+
+/// The division of a prompt of tiles of prefill blocks.
+fn shares_of_prompt(caps: &Capabilities, call: &Call) -> Shares {
+    let small = room_of(caps, call).is_some_and(|room| room.small);
+    let warps = prefill_warps(padded(call.head_dim));
+    Shares::of_prompt(caps.sms, call, warps, small)
+}
+
+/// Check that a block of [`Kernel::Prefill`] fits a card, and its totals the workspace where they are kept there.
+fn check_prefill(caps: &Capabilities, call: &Call) -> Result<(), Refusal> {
+    let room = caps.shared_per_block;
+    takes(room_of(caps, call).is_some(), Refusal::SharedMemory(room))?;
+    let floats = shares_of_prompt(caps, call).workspace;
+    takes(floats <= MOST_PARTS, Refusal::Workspace { floats })
 }
 
 /// Check that a prompt of `rows` query rows a sequence does not have so few tiles and so little work that blocks of [`Kernel::Decode`] are
@@ -267,7 +285,13 @@ fn plan_single(
 fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refused) -> Plan {
     let dim = padded(call.head_dim);
     let warps = prefill_warps(dim);
-    let shares = Shares::of_prompt(caps.sms, call, warps);
+    let room = room_of(caps, call);
+    // A wide block has its totals in shared memory.
+    let shares = if kernel == Kernel::Wide {
+        Shares::of_prompt(caps.sms, call, warps, false)
+    } else {
+        shares_of_prompt(caps, call)
+    };
     let (tiles, heads) = (
         call.tokens.div_ceil(shares.tile.tokens),
         call.kv_heads * shares.tile.count,
@@ -283,9 +307,14 @@ fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refuse
         let grid = [resident, 1, 1];
         (wide_name(dim), grid, WIDE_WARPS, (0, wide_shared(dim)))
     } else {
-        let room = prefill_shared(call.kind, dim, caps.shared_per_block);
         let grid = [tiles, heads, shares.chunks];
-        (prefill_name(call.kind, dim), grid, warps, room)
+        let room = room.expect("`check_prefill` found it");
+        let name = if room.small {
+            small_name(call.kind, dim)
+        } else {
+            prefill_name(call.kind, dim)
+        };
+        (name, grid, warps, (room.units, room.bytes))
     };
     Plan {
         call: *call,
@@ -342,3 +371,7 @@ pub(super) fn join_name(kind: Kind, dim: usize) -> String {
 pub(super) fn wide_name(dim: usize) -> String {
     format!("attention_fp16_{dim}_wide")
 }
+pub(super) fn small_name(kind: Kind, dim: usize) -> String {
+    format!("attention_{}_{dim}_small_prefill", kind.name)
+}
+

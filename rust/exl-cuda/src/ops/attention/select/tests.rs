@@ -91,7 +91,7 @@ fn the_table_of_a_layer_on_every_card() {
             75 => (
                 caps,
                 "attention_fp16_128_decode1",
-                "attention_fp16_128_decode2",
+                "attention_fp16_128_small_prefill",
             ),
             _ => (
                 caps,
@@ -109,9 +109,7 @@ fn the_table_of_a_layer_on_every_card() {
             assert_eq!(kernel(&caps, (1, tokens), tokens), prompt, "{caps:?}");
         }
     }
-    for name in [
-        "3060", "3090", "4090", "5090", "A100", "L4", "L40S", "B200",
-    ] {
+    for name in ["3060", "3090", "4090", "5090", "A100", "L4", "L40S", "B200"] {
         let caps = card(name, RELEASE);
         for rows in [(1, 1), (8, 1), (64, 1)] {
             let teams = "attention_fp16_f16_128_teams1";
@@ -292,7 +290,11 @@ fn a_prompt_says_why_it_runs_without_wgmma() {
     };
     assert_eq!(why(&hopper(), &prompt), "");
     assert!(why(&card("A100", RELEASE), &prompt).starts_with("attention_wide: it needs wgmma"));
-    let turing = why(&card("2080 Ti", RELEASE), &prompt);
+    let long_heads = Call {
+        head_dim: 256,
+        ..prompt
+    };
+    let turing = why(&card("2080 Ti", RELEASE), &long_heads);
     assert!(
         turing.contains("attention_prefill: its buffers do not fit 65536 bytes"),
         "{turing}"
@@ -388,7 +390,6 @@ fn a_prompt_on_decode_blocks_says_why() {
         ("H100", "fp16", 8, 16_384, "32 query rows a key head"),
         ("3090", "fp16", 16, 16_384, "its 8 tiles do not fill 82 SMs"),
         ("A100", "q4", 64, 1100, "do not fill 108 SMs"),
-        ("2080 Ti", "fp16", 512, 512, "its buffers do not fit"),
     ] {
         let (kernel, why) = why(card, kind, tokens, keys);
         assert_eq!(kernel, Kernel::Decode, "{card} {kind} {tokens} {keys}");
@@ -416,6 +417,7 @@ fn the_table_decides_how_rows_of_some_tokens_are_read() {
         (1, Rows::Apart, Rows::Windows),
         (16, Rows::Apart, Rows::Windows),
         (17, Rows::Sequences, Rows::Sequences),
+        ("2080 Ti", 512, Kernel::Prefill),
     ] {
         assert_eq!(Rows::of(tokens, false), apart);
         assert_eq!(Rows::of(tokens, true), windows);
@@ -495,3 +497,52 @@ fn parts_of_a_prompt_fit_the_workspace() {
         }
     }
 }
+/// Cards whose blocks have no room for a tile's totals keep them in the workspace.
+#[test]
+fn prompts_of_every_card_have_a_kernel_of_prompts() {
+    let of = |name: &str, kind_name: &str, dim, tokens| {
+        let prompt = call(kind(kind_name), dim, (16, 8), (1, tokens), tokens);
+        plan(&card(name, RELEASE), &prompt)
+    };
+    for name in ["3060", "3090", "4090", "5090", "L4", "L40S"] {
+        for kind in KINDS.map(|kind| kind.name) {
+            let found = of(name, kind, 256, 2048);
+            let small = format!("attention_{kind}_256_small_prefill");
+            assert_eq!(
+                (found.name.as_str(), found.chunks()),
+                (&*small, 1),
+                "{name}"
+            );
+            // 2048 tokens with 16 heads of 256 sums, a largest logit and a sum of weights as lanes hold them.
+            assert_eq!(found.workspace(), 2048 * 16 * (256 + 8), "{name} {kind}");
+            assert!(of(name, kind, 128, 2048).name.ends_with("_128_prefill"));
+        }
+    }
+    for name in ["A100", "H100", "B200"] {
+        let found = of(name, "q4", 256, 2048);
+        assert_eq!(
+            (found.name.as_str(), found.workspace()),
+            ("attention_q4_256_prefill", 0)
+        );
+    }
+    for (kind, dim, name) in [
+        ("fp16", 64, "attention_fp16_64_prefill"),
+        ("fp16", 128, "attention_fp16_128_small_prefill"),
+        ("q8", 128, "attention_q8_128_small_prefill"),
+        ("q4", 256, "attention_q4_256_small_prefill"),
+        ("q8", 256, "attention_q8_256_decode2"),
+    ] {
+        assert_eq!(of("2080 Ti", kind, dim, 2048).name, name);
+    }
+    let many = of("3090", "fp16", 256, 16_384);
+    let why = Refusal::Workspace {
+        floats: 16_384 * 16 * (256 + 8),
+    };
+    assert!(many.refused.contains(&(Kernel::Prefill, why)), "{many:?}");
+    // Few tokens behind many keys: several blocks share a tile, and the first has its totals in its part.
+    let behind = call(kind("fp16"), 256, (16, 8), (1, 128), 16_384);
+    let found = plan(&card("3090", RELEASE), &behind);
+    assert!(found.chunks() > 1 && found.join.is_some(), "{found:?}");
+    assert_eq!(found.name, "attention_fp16_256_small_prefill");
+}
+
