@@ -20,6 +20,7 @@ from exl_core import (
     ExLlamaV2Config,
     errors,
 )
+from exl_kernels.selection import Card
 
 CLASSES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
 # Bytes of one key and of one value element with their share of the scales
@@ -282,6 +283,29 @@ def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab:
     logits = model.forward(ids, cache_class(model, max_seq_len=32))
     tolerance = {"fp16": 1e-6, "fp8": 0.4, "q4": 0.6, "q6": 0.4, "q8": 0.05}[cache_class.kind]
     assert float((logits - expected)[..., :90].abs().max() / expected[..., :90].abs().max()) < tolerance
+
+
+def test_a_card_without_a_kernel_for_the_format_is_refused(lab: Any) -> None:
+    """Blocks of Turing have no room for 64 keys and values of more than 128 halves (Gemma); a quantized cache fits."""
+    model = lab.load(lab.write(head_dim=256))
+    turing = Card.named("2080 Ti")
+    with pytest.raises(errors.CacheError, match=r"2080 Ti.* 256 elements.* 65536; take a quantized cache"):
+        ExLlamaV2Cache(model, lazy=True).check_card(turing)
+    ExLlamaV2Cache(model, lazy=True).check_card(Card.named("3090"))
+    for other in CLASSES:
+        if other is not ExLlamaV2Cache:
+            other(model, lazy=True).check_card(turing)
+
+
+def test_a_card_is_asked_before_memory_is_taken(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Card, "device", lambda index: asked.append(index) or Card.named("2080 Ti"))
+    cache = ExLlamaV2Cache(model, max_seq_len=1 << 52, lazy=True, fixed_device="cuda:1")
+    cache.head_dim = 136
+    with pytest.raises(errors.CacheError, match="2080 Ti"):
+        cache.update_cache_tensors()
+    cache.check_device("cpu")
+    assert asked == [1]
 
 
 @pytest.mark.covers("core: cache-checks", "core: caches")

@@ -1,4 +1,4 @@
-"""Attention of one token a sequence in code for sm_80 to sm_89 and from sm_100 on equals the kernel for few tokens, on a GPU."""
+"""Attention of one token a sequence by `attention_teams` equals the kernel for few tokens, on a GPU."""
 
 from __future__ import annotations
 

@@ -109,6 +109,7 @@ __all__ = [
     "cuda_probe_read",
     "cuda_refusal_of_adapted_rows",
     "cuda_refusal_of_adapted_shapes",
+    "cuda_refusal_of_pages",
     "cuda_rms_norm",
     "cuda_rms_norm_parts",
     "cuda_rope",
@@ -1989,6 +1990,11 @@ def cuda_refusal_of_adapted_rows(rows: int, *, invariant: bool = False) -> str |
 def cuda_refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:
     """
     Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.
+    """
+
+def cuda_refusal_of_pages(card: CudaCard, kind: str, head_dim: int) -> str | None:
+    """
+    Why a card has no kernel of attention for pages of `kind` with heads of `head_dim` elements; None if it has.
     """
 
 def cuda_rms_norm(

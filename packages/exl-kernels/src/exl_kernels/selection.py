@@ -428,6 +428,10 @@ class Card:
         plan = _native.cuda_select_attention(self._native, shape)
         return Selection.of(plan.kernel, plan.refused)
 
+    def refusal_of_pages(self, kind: str, head_dim: int) -> str | None:
+        """Return why no kernel of attention takes pages of `kind` with heads of `head_dim` elements, or None."""
+        return _native.cuda_refusal_of_pages(self._native, kind, head_dim)
+
     def sampling(
         self,
         plan: SamplingPlan,

@@ -586,6 +586,17 @@ pub fn cuda_select_attention(card: &CudaCard, shape: &AttentionShape) -> Attenti
     }
 }
 
+/// Why a card has no kernel of attention for pages of `kind` with heads of `head_dim` elements; None if it has.
+#[pyfunction]
+pub fn cuda_refusal_of_pages(
+    card: &CudaCard,
+    kind: &str,
+    head_dim: usize,
+) -> PyResult<Option<String>> {
+    let found = attention::select::check_pages(&card.caps, named(kind)?, head_dim);
+    Ok(found.err().map(|why| why.to_string()))
+}
+
 /// The kernels that sample `rows` rows of `width` logits with one plan; none where the CPU samples the rows. `mirostat`: the rows have a
 /// threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
 #[pyfunction]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
+from exl_kernels.selection import Card
 
 from ..axes import RopeOffsets
 from ..device import torch_device
@@ -38,7 +39,7 @@ class ExLlamaV2CacheBase:
 
     Raises:
         ModelStateError: the model is not loaded and `lazy` is False.
-        CacheError: an argument is invalid, or `copy_from` does not fit.
+        CacheError: an argument is invalid, `copy_from` does not fit, or a GPU has no kernel for the format.
         DeviceError: a device has too little memory.
     """
 
@@ -112,7 +113,7 @@ class ExLlamaV2CacheBase:
     def update_cache_tensors(self) -> None:
         """Give every layer of `model.cache_map` zeroed tensors on its device, unless they exist there already.
 
-        Raises CacheError if the model's heads are sharded over several devices.
+        Raises CacheError if the model's heads are sharded over several devices, or a GPU has no kernel for the format.
         """
         context = self.model.tp_context
         if context is not None and len(context.heads) > 1 and self.fixed_device is None:
@@ -128,7 +129,23 @@ class ExLlamaV2CacheBase:
             self._places[layer] = device
         self._views.clear()
 
+    def check_device(self, device: str) -> None:
+        """Raise CacheError if `device` is a GPU that has no kernel of attention for this format and these heads."""
+        place = torch_device(device)
+        if place.type == "cuda":
+            self.check_card(Card.device(place.index or 0))
+
+    def check_card(self, card: Card) -> None:
+        """Raise CacheError if a card has no kernel of attention for this format and these heads."""
+        why = card.refusal_of_pages(self.kind, self.head_dim)
+        if why is not None:
+            raise CacheError(
+                f"{type(self).__name__} on {card.name}: attention cannot read {self.kind} heads of {self.head_dim} "
+                f"elements there: {why}; take a quantized cache, such as ExLlamaV2Cache_Q8 or ExLlamaV2Cache_Q4"
+            )
+
     def _allocate(self, device: str) -> KVPages:
+        self.check_device(device)
         try:
             return KVPages.allocate(
                 self.kind,

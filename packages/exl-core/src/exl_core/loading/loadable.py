@@ -169,6 +169,9 @@ class LoadableModel:
             raise CacheError("load_autosplit needs a cache made with lazy=True: it decides where the tensors go")
         size = CacheSize(cache.kind, cache.batch_size * cache.max_seq_len)
         found = self._plan(devices(), size, None, reserve_vram, last_id_only)
+        for share in found.devices:
+            if share.cache:
+                cache.check_device(share.device.name)
         yield from self._load(callback, callback_gen, found, cache=cache)
 
     def load_tp(

@@ -332,10 +332,23 @@ fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refuse
     }
 }
 
-fn plan_decode(caps: &Capabilities, call: &Call, shares: Shares, refused: Refused) -> Plan {
+/// Check that a card has kernels for pages of `kind` with heads of `head_dim` elements: blocks of [`Kernel::Decode`], which take every call,
+/// need room for a unit.
+///
+/// # Errors
+/// [`Refusal::SmallBlocks`], for launches of a plan, too.
+pub fn check_pages(caps: &Capabilities, kind: Kind, head_dim: usize) -> Result<(), Refusal> {
+    let (most, room) = (ROWS / COLUMN_TILE, caps.shared_per_block);
+    let needed = decode_shared(kind, padded(head_dim), most, room).1;
+    takes(needed <= room, Refusal::SmallBlocks { needed, room })
+}
+
+fn plan_decode(caps: &Capabilities, call: &Call, shares: Shares, mut refused: Refused) -> Plan {
     let (dim, tile) = (padded(call.head_dim), shares.tile);
     let column_tiles = tile.rows().div_ceil(COLUMN_TILE);
     let (ring, shared) = decode_shared(call.kind, dim, column_tiles, caps.shared_per_block);
+    let fits = check_pages(caps, call.kind, call.head_dim);
+    refused.extend(fits.err().map(|why| (Kernel::Decode, why)));
     Plan {
         call: *call,
         kernel: Kernel::Decode,
@@ -364,6 +377,10 @@ pub(super) fn prefill_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_prefill", kind.name)
 }
 
+pub(super) fn small_name(kind: Kind, dim: usize) -> String {
+    format!("attention_{}_{dim}_small_prefill", kind.name)
+}
+
 pub(super) fn join_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_join", kind.name)
 }
@@ -371,7 +388,3 @@ pub(super) fn join_name(kind: Kind, dim: usize) -> String {
 pub(super) fn wide_name(dim: usize) -> String {
     format!("attention_fp16_{dim}_wide")
 }
-pub(super) fn small_name(kind: Kind, dim: usize) -> String {
-    format!("attention_{}_{dim}_small_prefill", kind.name)
-}
-
