@@ -144,7 +144,7 @@ def test_cards_before_hopper_join_launches(name: str) -> None:
         assert (found.kernel, found.joined) == (("gemm_direct", True) if rows < 9 else many)
         assert rows < 9 or not turing or any("asynchronous copies" in one.why for one in found.refused), rows
         assert rows >= 9 or any("bulk copies" in one.why for one in found.refused), rows
-    assert card.matmul(made, 512).kernel == "gemm_large"
+    assert [card.matmul(made, rows).kernel for rows in (1, 8, 512)] == ["gemm_direct", "gemm_direct", "gemm_large"]
 
 
 def test_permutations_of_their_own_keep_matrices_apart_in_batches_alone() -> None:

@@ -199,7 +199,8 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
 }
 
 /// Plan one matrix without an epilogue and without scratch memory that outlives the call. A separate launch packs the input of
-/// [`Kernel::GemmFew`], which only large matrices repay. Inputs that are not aligned are copied. Of `call`, epilogue and alignment are
+/// [`Kernel::GemmFew`], which only large matrices repay where the ring takes them; [`Kernel::GemmDirect`] and [`Kernel::GemmTile`] both need
+/// that launch, and the former is faster. Inputs that are not aligned are copied. Of `call`, epilogue and alignment are
 /// ignored, except for BF16. Batch-invariant calls of more rows run in blocks, as in [`plan`].
 pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
     let epilogue = Epilogue {
@@ -223,7 +224,7 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
         .into_iter()
         .chain([Kernel::GemvRing])
         .chain(batch.then_some(Kernel::GemmBatch))
-        .chain([Kernel::GemmTile])
+        .chain([Kernel::GemmDirect, Kernel::GemmTile])
         .collect();
     let call = Call {
         invariant: call.invariant,

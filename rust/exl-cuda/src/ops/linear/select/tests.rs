@@ -231,9 +231,13 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
 #[test]
 fn tiles_of_a_block_follow_from_the_rows() {
     let (turing, made) = (card("H100", &["75+ptx"]), matrix(16, 2064));
-    let tile = |rows| match plan_alone(&turing, &made, Call::aligned(rows, PLAIN)).planned {
-        Planned::Tile(tile) => tile,
-        other => panic!("{rows} rows run on {other:?}"),
+    let tile = |rows| {
+        let call = Call::aligned(rows, PLAIN);
+        let plan = plan_with(Kernel::GemmTile, &turing, &[&made], call, Tuning::default());
+        match plan.unwrap().planned {
+            Planned::Tile(tile) => tile,
+            other => panic!("{rows} rows run on {other:?}"),
+        }
     };
     let borders = [(1, 8, 1), (9, 16, 2), (17, PACKED_ROWS, 4)];
     for (first, last, columns) in borders {
@@ -383,7 +387,16 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
             assert_eq!(kernel(&caps, tiles, rows), Kernel::GemmFew, "{name} {rows}");
         }
     }
-    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmTile);
+    for name in ["2080 Ti", "3090", "4090", "A100"] {
+        let caps = card(name, RELEASE);
+        for tiles in [1, tiles] {
+            for rows in 1..=FEW_ROWS {
+                let found = kernel(&caps, tiles, rows);
+                assert_eq!(found, Kernel::GemmDirect, "{name} {tiles} {rows}");
+            }
+            assert_ne!(kernel(&caps, tiles, FEW_ROWS + 1), Kernel::GemmDirect);
+        }
+    }
     let head = sized(14, 2064, 256_000);
     let plan = plan_alone(&card("H100", RELEASE), &head, Call::aligned(8, PLAIN));
     assert!(plan.joined && plan.scratch_bytes >= 16 * head.in_features());
