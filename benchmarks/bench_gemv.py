@@ -2,10 +2,10 @@
 
     python benchmarks/bench_gemv.py [--quick | --tune]
 
-The kernel is the one that a card runs for a matrix alone, by the line's "kernel". Where a launch packs its input, as
-before gemm_direct, "us_packed" leaves that launch out, since in a step the kernel before packs it; the share of the
-roof is then that of us_packed. Random weights. Weights rotate over at least 768 MB, launches are nodes of one graph. A case whose result is wrong
-against float64 prints no speed and makes the script fail. JSON lines.
+The kernel is the one that a card runs for a matrix alone, the line's "kernel". In a step the launch before gemm_direct
+packs its input, so "us_packed" leaves the launch out that packs it here, and the share of the roof is that of
+"us_packed". Random weights. Weights rotate over at least 768 MB, launches are nodes of one graph. A case whose result
+is wrong against float64 prints no speed and makes the script fail. JSON lines.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 from bench_step import CACHES, NAMES, PAGE, check, fill_cache, paged, replay_time
-from gpu_bars import PREFILL_BAR
+from gpu_bars import PREFILL_BARS
 from gpu_model import build
 from gpu_timing import emit, environment
 
@@ -117,8 +117,8 @@ def main() -> None:
             model, built = build(shape, bits, longest), [shape, bits]
         assert model is not None
         found = measure(model, kind, int(tokens), int(past), rate)
-        if (shape, bits, tokens, past) == ("8b", "4.0", "2048", "0"):
-            found |= PREFILL_BAR.keys(str(about["gpu"]), float(str(found["tok_s"])))
+        if (shape, bits, past) == ("8b", "4.0", "0") and int(tokens) in PREFILL_BARS:
+            found |= PREFILL_BARS[int(tokens)].keys(str(about["gpu"]), float(str(found["tok_s"])))
         line = {
             "bench": "prefill",
             **about,

@@ -39,6 +39,7 @@ from exl_core import (
 from exl_core.execution.environment import GRAPHS_VARIABLE
 from exl_core.layers import Embedding, PositionEmbedding
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
+from exl_kernels.selection import Card
 
 CACHES = {
     "fp16": ExLlamaV2Cache,
@@ -215,7 +216,7 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
         "host_replay_us": replays,
         "capture_ms": capture * 1e3,
         "captured": bool(graphs),
-        "pdl": programmatic_launch(),
+        "pdl": programmatic_launch() and Card.device().code >= 90,  # older code has no such launches
         "allocations_while_growing": grown,
         "memory_bytes": reserved,
         "memory_over_mb": (reserved - held) / 1e6,

@@ -42,6 +42,7 @@ PROMPTS = {
     (512, 0, "", True): "512, strict",
     (2048, 0, "", False): "2,048",
     (2048, 0, "", True): "2,048, strict",
+    (8192, 0, "", False): "8,192",
     (256, 32768, "fp16", False): "256 behind 32,768, FP16 cache",
     (256, 32768, "q4", False): "256 behind 32,768, Q4 cache",
 }
@@ -94,6 +95,8 @@ HEADLINE = (
     ("8B, 16,384 keys", "1 sequence, context 16,384"),
 )
 """Rows of README's table: the name that STEPS has, and README's."""
+MATMULS = {"gateup": "gate+up", "head": "head", "down": "down", "qkv": "q+k+v", "o": "o"}
+"""Matrices with a row, by the names of their shapes."""
 UNSHOWN = ("greedy-twice", "greedy-peaked", "draft-alone", "chat")
 """Features without a row: references of others, and samplers whose logits are unlike a model's."""
 
@@ -159,6 +162,11 @@ def target_of_step(line: Line) -> str:
     return f"{share:.0f} %" if line["pct_of_read_roof"] < share else f"{line['target_tok_s']:,.0f} tok/s"
 
 
+def missed(line: Line) -> str:
+    """Return the target that a step, a matmul or a prompt misses, in brackets."""
+    return f" (target: {target_of_step(line)})" if line.get("target_met") is False else ""
+
+
 def steps(lines: list[Line]) -> list[str]:
     """Whole decode steps."""
 
@@ -166,8 +174,7 @@ def steps(lines: list[Line]) -> list[str]:
         if line is None:
             return ""
         through = f"{line['generator_tok_s']:,.0f}" if line.get("generator_tok_s") is not None else "-"
-        missed = f" (target: {target_of_step(line)})" if line.get("target_met") is False else ""
-        return f"{line['p50_us']:,.0f} / {through} / {line['pct_of_read_roof']:.0f} %{missed}"
+        return f"{line['p50_us']:,.0f} / {through} / {line['pct_of_read_roof']:.0f} %{missed(line)}"
 
     found = whole_steps(lines)
     gpus = cards(flat(found))
@@ -178,6 +185,30 @@ def steps(lines: list[Line]) -> list[str]:
         rows.append(f"| {name} | {cells} | {f'{speed} ({engine})' if engine else ''} |")
     heads = " | ".join(f"{short(gpu)}: us / tok/s / bandwidth" for gpu in gpus)
     return table("Decode steps", f"| step | {heads} | fastest other engine, tok/s |", rows, flat(found))
+
+
+def matmuls(lines: list[Line]) -> list[str]:
+    """One row by a matrix of 4 bits alone."""
+    shown = [d for d in lines if d.get("m") == 1 and d.get("bits") == "4" and d.get("shape") in MATMULS]
+    found = last((d for d in shown if d.get("pct_of_read_roof") is not None), lambda line: line["shape"])
+    gpus = cards(flat(found))
+
+    def value(line: Line | None) -> str:
+        if line is None:
+            return ""
+        us = line.get("us_packed") or min(line["us_plain"], line["us_pdl"])
+        return f"{us:.1f} / {line['pct_of_read_roof']:.0f} %{missed(line)}"
+
+    return table(
+        "Matmuls alone",
+        f"| one row, 4 bits | {' | '.join(f'{short(gpu)}: us / bandwidth' for gpu in gpus)} |",
+        (
+            f"| {name} | {' | '.join(value(found[shape].get(gpu)) for gpu in gpus)} |"
+            for shape, name in MATMULS.items()
+            if shape in found
+        ),
+        flat(found),
+    )
 
 
 def predicted(lines: list[Line]) -> list[str]:
@@ -238,7 +269,9 @@ def prompts(lines: list[Line]) -> list[str]:
     def speed(line: Line | None) -> str:
         if line is None:
             return ""
-        return f"{line['tokens'] / line['store_us'] * 1e6 if line.get('past') else line['tok_s']:,.0f}"
+        speed = line["tokens"] / line["store_us"] * 1e6 if line.get("past") else line["tok_s"]
+        target = f" (target: {line['target_tok_s']:,.0f})" if line.get("target_met") is False else ""
+        return f"{speed:,.0f}{target}"
 
     found = last((line for line in lines if case(line) in PROMPTS), case)
     gpus = cards(flat(found))
@@ -387,6 +420,7 @@ def lines_of(file: Path) -> list[Line]:
 
 KINDS = {
     "step": steps,
+    "gemv": matmuls,
     "prefill": prompts,
     "families": families,
     "features": features,

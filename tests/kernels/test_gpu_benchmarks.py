@@ -13,10 +13,12 @@ from typing import Any
 
 import keep
 import tables as tables_script
+from gpu_bars import BARS, PREFILL_BARS, alone_keys
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 RESULTS = SCRIPTS.parents[1] / "benchmarks" / "results"
 ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "c0ffee", "date": "2026-11-22"}
+SM_80 = "NVIDIA H100 80GB HBM3, code for sm_80"
 
 PYTHON = """#!/usr/bin/env bash
 # Benchmarks that print a line and end as the part of this name is to; all else is Python's.
@@ -184,7 +186,7 @@ def test_a_new_run_replaces_the_older_lines_of_its_cases(tmp_path: Path) -> None
     results = tmp_path / "results"
     results.mkdir()
     eight = {**STEP, "bs": 8}
-    unshown = {**STEP, "bench": "gemv"}
+    unshown = {**STEP, "bench": "attn"}
     keep.into(results, [write(tmp_path / "a.jsonl", STEP, eight, unshown, {**STEP, "gpu": "NVIDIA H200"})])
     later = {**STEP, "date": "2026-11-23", "p50_us": 1900.0}
     keep.into(results, [write(tmp_path / "b.jsonl", later)])
@@ -222,6 +224,67 @@ def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) ->
         "8B, prompt of 2,048 | 36,000 / 1.00 | ",
     )
     assert "\n".join(f"| H100, {row} |" for row in (*rows, "70B, 1 sequence |  | 145 / 1.51 (target: 1.60)")) in text
+
+
+def test_matmuls_alone_are_kept_and_shown_by_shape(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    line = {**ABOUT, "gpu": SM_80, "bench": "gemv", "bits": "4", "m": 1, "us_plain": 29.0, "us_pdl": 29.0}
+    up = {**line, "shape": "gateup", "us_packed": 27.12, "pct_of_read_roof": 71.0}
+    up |= alone_keys(SM_80, "gateup", "4", 1, 0.71)
+    head = {**line, "shape": "head", "pct_of_read_roof": 86.0, **alone_keys(SM_80, "head", "4", 1, 0.86)}
+    wide, eight = {**up, "shape": "gateup", "bits": "5"}, {**up, "m": 8}
+    roof = {**ABOUT, "gpu": SM_80, "bench": "roof", "gbps": 3000.0}
+    keep.into(results, [write(tmp_path / "a.jsonl", up, head, wide, eight, roof)])
+    kept = results / "gemv-h100-code-for-sm_80.jsonl"
+    assert [json.loads(text) for text in kept.read_text().splitlines()] == [up, head, wide, eight]
+    assert list(results.iterdir()) == [kept]
+    text, _ = tables(kept)
+    assert "| gate+up | 27.1 / 71 % (target: 80 %) |\n| head | 29.0 / 86 % |" in text
+    assert alone_keys(SM_80, "down", "4", 1, 0.1) == alone_keys(SM_80, "head", "4", 2, 0.1) == {}
+    assert alone_keys("NVIDIA H100", "head", "4", 1, 0.1) == {}
+
+
+def test_the_code_for_sm_80_has_targets_of_its_own() -> None:
+    found = {case: bar.keys(SM_80, 2999.0, 0.5199) for case, bar in BARS.items()}
+    tiny = found.pop(("tinyllama", "4.0", "fp16", 256, 1))
+    assert tiny == {}, "no target was set for it"
+    assert not any(keys["target_met"] for keys in found.values())
+    shares = {case[1:4]: keys["target_share"] for case, keys in found.items() if "target_share" in keys}
+    assert shares == {
+        ("4.0", "fp16", 256): 0.62,
+        ("gptq4", "fp16", 256): 0.62,
+        ("3.0", "fp16", 256): 0.52,
+        ("4.0", "fp16", 16384): 0.62,
+        ("4.0", "q4", 16384): 0.52,
+    }
+    speeds = {case[4]: keys["target_tok_s"] for case, keys in found.items() if "target_tok_s" in keys}
+    assert speeds == {8: 3000, 32: 7000, 64: 9000}
+    one, eight = (BARS["8b", "4.0", "fp16", 256, count] for count in (1, 8))
+    assert one.keys(SM_80, 0.0, 0.62) == {"target_share": 0.62, "target_met": True}
+    assert eight.keys(SM_80, 3000.0, 0.1) == {"target_tok_s": 3000, "target_met": True}
+    assert one.keys("NVIDIA H200, code for sm_80", 0.0, 0.1) == {}
+    assert {tokens: bar.keys(SM_80, 3e4)["target_met"] for tokens, bar in PREFILL_BARS.items()} == {
+        2048: False,
+        8192: True,
+    }
+    assert PREFILL_BARS[8192].keys("NVIDIA H200", 1.0) == {}
+
+
+def test_kept_lines_have_the_targets_of_the_bars() -> None:
+    """A bar that changes also changes in the lines: the page shows which targets they miss."""
+    for file in RESULTS.glob("*-code-for-sm_80.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["bench"] == "step" and not line.get("apart"):
+                bar = BARS.get(tuple(line[key] for key in ("model_shape", "bpw", "cache", "ctx", "bs")))
+                speed = line.get("generator_tok_s", line["tok_s"])
+                share = speed / line["bs"] * line["bytes_per_step"] / (line["roof_gb_s"] * 1e9)
+            elif line["bench"] == "prefill" and not line.get("strict") and not line.get("past"):
+                bar, speed, share = PREFILL_BARS.get(line["tokens"]), line["tok_s"], None
+            else:
+                continue
+            told = {key: line[key] for key in ("target_share", "target_tok_s", "target_met") if key in line}
+            assert told == ({} if bar is None else bar.keys(line["gpu"], speed, share)), line
 
 
 def test_targets_that_a_step_misses_are_shown(tmp_path: Path) -> None:
