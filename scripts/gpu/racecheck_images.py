@@ -1,9 +1,10 @@
-"""Compiles the kernels that hand over through mbarriers for racecheck: every lane of a warp arrives for itself.
+"""Compiles the kernels that hand over through mbarriers or named barriers for racecheck, in forms that it can follow.
 
     python3 scripts/gpu/racecheck_images.py FOLDER [KERNELS, default rust/exl-cuda/kernels]
 
-Writes NAME.fatbin for this machine's GPU, or for the architecture that EXL_RACECHECK_ARCH names (such as 90a);
-EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own.
+Writes NAME.fatbin for the code that the module has for this machine's GPU, or for the architecture that
+EXL_RACECHECK_ARCH names (such as 90a or 80); EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own. Images of
+code before sm_90, which has no mbarriers, are PTX, so that newer cards run them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,20 @@ CRATE = Path(__file__).resolve().parents[2] / "rust" / "exl-cuda"
 
 
 def architecture() -> str:
-    """The first GPU's, with the `a` that `-arch=native` leaves out: without it, sm_90 has no warpgroup instructions."""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    number = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0].replace(".", "")
-    return number + ("a" if int(number) >= 90 else "")
+    """The module's for the first GPU, with the `a` without which sm_90 has no warpgroup instructions."""
+    from exl_kernels.selection import Card
+
+    code = Card.device().code
+    return f"{code}a" if has_mbarriers(str(code)) else str(code)
+
+
+def has_mbarriers(arch: str) -> bool:
+    return int(arch.rstrip("a")) >= 90
+
+
+def target(arch: str) -> str:
+    """The option of nvcc: code for the architecture, or PTX where a newer card is to run it."""
+    return f"-gencode=arch=compute_{arch},code={'sm' if has_mbarriers(arch) else 'compute'}_{arch}"
 
 
 def row_limits() -> list[str]:
@@ -44,6 +55,12 @@ def mentions(kernels: Path, source: Path, seen: set[Path]) -> bool:
     return any(mentions(kernels, path, seen) for path in inner if path not in seen)
 
 
+def sources(kernels: Path, arch: str) -> list[Path]:
+    """The sources whose code for an architecture the switch changes."""
+    unchanged = set() if has_mbarriers(arch) else {kernels / "common" / "pipeline.cuh"}
+    return [source for source in sorted(kernels.rglob("*.cu")) if mentions(kernels, source, set(unchanged))]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     kernels = Path(sys.argv[2]) if len(sys.argv) > 2 else CRATE / "kernels"
@@ -53,12 +70,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     arch = os.environ.get("EXL_RACECHECK_ARCH") or architecture()
-    flags = [*FLAGS, *row_limits(), f"-I{kernels}", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags = [*FLAGS, *row_limits(), f"-I{kernels}", target(arch)]
 
     def compile(source: Path) -> None:
         subprocess.run([nvcc, *flags, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)
 
-    found = [source for source in sorted(kernels.rglob("*.cu")) if mentions(kernels, source, set())]
+    found = sources(kernels, arch)
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile, found))
     print("compiled for racecheck:", ", ".join(source.stem for source in found))

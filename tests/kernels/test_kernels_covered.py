@@ -176,3 +176,14 @@ def test_every_planted_race_has_its_place_in_the_kernels() -> None:
     kernels = SCRIPT.parents[2] / "rust" / "exl-cuda" / "kernels"
     for race in script["RACES"]:
         assert script["planted"](race, kernels) != (kernels / race.file).read_text(), race.name
+
+
+def test_racecheck_gets_images_of_the_code_that_the_module_runs() -> None:
+    """A card runs older code only as PTX. There only the teams of attention have barriers of a part of a block."""
+    script = runpy.run_path(str(SCRIPT.with_name("racecheck_images.py")))
+    kernels = SCRIPT.parents[2] / "rust" / "exl-cuda" / "kernels"
+    assert script["target"]("90a") == "-gencode=arch=compute_90a,code=sm_90a"
+    assert script["target"]("80") == "-gencode=arch=compute_80,code=compute_80"
+    older = {source.stem for source in script["sources"](kernels, "80")}
+    assert older == {f"attention_teams_{kind}" for kind in ("fp16", "fp8", "q8", "q6", "q4")}
+    assert older | {"ring", "few", "attention_wide"} <= {source.stem for source in script["sources"](kernels, "90a")}

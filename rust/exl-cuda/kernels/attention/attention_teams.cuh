@@ -21,11 +21,24 @@ struct Teams : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
 
 #if (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1000
 constexpr int MOST_TEAMS = 4;
+// In the build for racecheck (see pipeline.cuh) a barrier of the whole block is barrier 0, and "arrive" becomes "wait": a team then goes on
+// when the next one has come to join.
+#ifdef EXL_EACH_LANE_ARRIVES
+constexpr bool EACH_WAITS = true;
+#else
+constexpr bool EACH_WAITS = false;
+#endif
 // Waits until all warps of a team are here.
-DEVICE void team_meets(int team) { asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory"); }
+DEVICE void team_meets(int team) {
+  if (EACH_WAITS && blockDim.x == 128) return __syncthreads();
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
+}
 // Waits until the team before has joined its unit, and lets the next team join.
 DEVICE void wait_for_turn(int team) { asm volatile("bar.sync %0, 256;" ::"r"(1 + MOST_TEAMS + team) : "memory"); }
-DEVICE void pass_turn(int next) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + MOST_TEAMS + next) : "memory"); }
+DEVICE void pass_turn(int next) {
+  if constexpr (EACH_WAITS) wait_for_turn(next);
+  else asm volatile("bar.arrive %0, 256;" ::"r"(1 + MOST_TEAMS + next) : "memory");
+}
 
 // Waits for the oldest group of copies. A team has two groups a slot in flight.
 DEVICE void wait_for_copies(int slots) {
