@@ -68,9 +68,11 @@ DEVICES = {
 }
 """Targets of several GPUs as a share of one: model, way, tokens of a prompt or 0, sequences."""
 DATA_SHEETS = {
+    "RTX 2080 Ti": 616,
     "RTX 3060": 360,
     "RTX 3090": 936,
     "RTX 4090": 1008,
+    "RTX 5090": 1792,
     "L4": 300,
     "L40S": 864,
     "A100 80 GB": 2039,
@@ -79,12 +81,17 @@ DATA_SHEETS = {
 H100_DATA_SHEET = 3352
 STREAMED = 0.93
 """Share of the read bandwidth that kernels reach between the fixed costs of their launches."""
+EXLLAMAV2_4090 = 175
+"""Tokens per second of exllamav2 on an RTX 4090, from its README, for the bytes of an 8B model at 4.0 bpw."""
 PREDICTED = (
     "None of these cards has run the code. The figures are for one sequence of the 8B model at 4.0 bpw and 256 keys; "
     "nothing predicts prompts, batches or long contexts. The H100 that runs the code for sm_80 ({date}, {commit}) "
     "takes {us:,.0f} us a step, reads {gigabytes:.2f} GB in {launches} launches, and reaches {read:,.0f} GB/s in a "
     "plain read, {of_data_sheet:.2f} of its data sheet. Assumed for every card: the same share of its data sheet, of "
     "which kernels use {streamed}, and {launch_us:.1f} us a launch, the rest of the H100's step. "
+    "A 2080 Ti runs a slower kernel of attention than the code for sm_80 has, and a 5090 some of Hopper's kernels; the "
+    "figures leave both out. exllamav2's README has 211 tok/s for Llama 2 7B at 4.0 bpw on an RTX 4090. By the bytes "
+    "of this model that is about {peer} tok/s, {than} than is predicted here. "
     "`exl bench --report` measures yours."
 )
 HEADLINE = (
@@ -227,8 +234,10 @@ def predicted(lines: list[Line]) -> list[str]:
     fixed_us = step["p50_us"] - read_us
     of_data_sheet = step["roof_gb_s"] / H100_DATA_SHEET
     rows = []
+    speeds = {}
     for card, bandwidth in DATA_SHEETS.items():
         time = step["bytes_per_step"] / (STREAMED * of_data_sheet * bandwidth * 1e3) + fixed_us
+        speeds[card] = 1e6 / time
         rows.append(f"| {card} | {bandwidth:,} | {time / 1e3:.1f} | {1e6 / time:,.0f} |")
     about = PREDICTED.format(
         date=step["date"],
@@ -240,6 +249,8 @@ def predicted(lines: list[Line]) -> list[str]:
         of_data_sheet=of_data_sheet,
         streamed=STREAMED,
         launch_us=fixed_us / step["nodes"],
+        peer=EXLLAMAV2_4090,
+        than="more" if speeds["RTX 4090"] < EXLLAMAV2_4090 else "less",
     )
     head = "| card | memory bandwidth, GB/s | ms a step | tok/s |"
     return ["## Predicted, not measured", "", about, "", head, "|---|---|---|---|", *rows, ""]

@@ -169,7 +169,7 @@ def test_the_speeds_of_the_installation_page_are_those_of_the_tables() -> None:
     (h200, h100) = re.findall(r"^\| 8B, 1 sequence \|[^|/]*/ (\d+) /[^|]*\|[^|/]*/ (\d+) /", text, re.MULTILINE)[0]
     page = (docs / "install.md").read_text()
     assert f"| {h100}, {h200} measured |" in page
-    for card in ("3060", "3090", "4090", "L4", "L40S"):
+    for card in ("2080 Ti", "3060", "3090", "4090", "5090", "L4", "L40S"):
         assert f"{predicted[card]} ({card})" in page
     assert f"{predicted['A100 80 GB']} predicted (80 GB)" in page
 
