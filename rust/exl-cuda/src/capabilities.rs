@@ -20,12 +20,14 @@ pub struct Capabilities {
 }
 
 impl Feature {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::BulkCopy,
         Self::Clusters,
         Self::TestedClusters,
         Self::Wgmma,
         Self::AsyncCopy,
+        Self::SmallBlocks,
+        Self::TuringBlocks,
         Self::MmaPipeline,
     ];
 
@@ -37,6 +39,8 @@ impl Feature {
             Self::TestedClusters => "tested_clusters",
             Self::Wgmma => "wgmma",
             Self::AsyncCopy => "async_copy",
+            Self::SmallBlocks => "small_blocks",
+            Self::TuringBlocks => "turing_blocks",
             Self::MmaPipeline => "mma_pipeline",
         }
     }
@@ -51,6 +55,8 @@ impl Feature {
             }
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
             Self::AsyncCopy => "code for sm_80 to sm_89, or for sm_100 or newer",
+            Self::SmallBlocks => "a card with less than 128 KiB of shared memory a block",
+            Self::TuringBlocks => "a card with 64 KiB of shared memory a block",
             Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",
         }
     }
@@ -208,6 +214,8 @@ impl Capabilities {
             Feature::Clusters => self.compute.0 < 12,
             Feature::TestedClusters => self.compute.0 == 9,
             Feature::Wgmma => self.compute == (9, 0),
+            Feature::SmallBlocks => self.shared_per_block < 128 * 1024,
+            Feature::TuringBlocks => self.shared_per_block <= 64 * 1024,
             Feature::BulkCopy | Feature::AsyncCopy | Feature::MmaPipeline => true,
         };
         on_card && feature.in_code(self.code, self.specific)
@@ -360,6 +368,17 @@ pub(crate) mod tests {
         assert!(copies("H100", &["80+ptx"]) && !copies("H100", RELEASE));
         assert!(copies("5090", RELEASE) && copies("B200", RELEASE));
         assert!(!copies("2080 Ti", RELEASE) && !copies("B200", &["90+ptx"]));
+        let small = |name, archs| {
+            [Feature::SmallBlocks, Feature::TuringBlocks].map(|f| card(name, archs).has(f))
+        };
+        assert_eq!(small("2080 Ti", RELEASE), [true, true]);
+        for name in ["3060", "3090", "4090", "5090", "L4", "L40S"] {
+            assert_eq!(small(name, RELEASE), [true, false], "{name}");
+        }
+        for name in ["A100", "H100", "B200"] {
+            assert_eq!(small(name, RELEASE), [false, false], "{name}");
+            assert_eq!(small(name, &["80+ptx"]), [false, false], "{name}");
+        }
         let pipelines = |name, archs| card(name, archs).has(Feature::MmaPipeline);
         assert!(["3090", "A100", "5090", "B200"].map(|name| pipelines(name, RELEASE)) == [true; 4]);
         assert!(pipelines("H100", &["80+ptx"]) && pipelines("H100", &["90"]));

@@ -13,6 +13,10 @@ pub enum Feature {
     Wgmma,
     /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that code for sm_90 does not need.
     AsyncCopy,
+    /// Little shared memory a block, for which prompts of heads of over 128 elements have kernels of their own.
+    SmallBlocks,
+    /// So little shared memory a block (Turing) that heads of 128 elements need such kernels, too.
+    TuringBlocks,
     /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
     MmaPipeline,
 }
@@ -24,6 +28,8 @@ impl Feature {
             Self::BulkCopy | Self::Clusters | Self::TestedClusters => code >= 90,
             Self::Wgmma => code == 90 && specific,
             Self::AsyncCopy => code >= 80 && !(90..100).contains(&code),
+            Self::SmallBlocks => !(90..100).contains(&code),
+            Self::TuringBlocks => code < 80,
             Self::MmaPipeline => code >= 80 && !Self::Wgmma.in_code(code, specific),
         }
     }
@@ -44,6 +50,10 @@ pub fn feature_of(file: &str) -> Option<Feature> {
         "experts_pairs_",
     ]) {
         Some(Feature::BulkCopy)
+    } else if starts(&["attention_small_128_"]) {
+        Some(Feature::TuringBlocks)
+    } else if starts(&["attention_small_256_"]) {
+        Some(Feature::SmallBlocks)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)
     } else {

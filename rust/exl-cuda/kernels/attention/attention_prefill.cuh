@@ -406,17 +406,8 @@ DEVICE void attention_join(const Attention& a) {
   extern "C" __global__ void __launch_bounds__(DIM / 2, 1) attention_##kind##_##DIM##_join(const __grid_constant__ Attention a) { \
     attention_join<Prefill<KC, VC, DIM, WARPS>>(a);                                                                        \
   }
-// `CODE`: the code that runs on cards whose blocks are too small for the other kernel.
-#define PREFILL_SMALL(kind, KC, VC, DIM, WARPS, CODE)                                                                              \
+#define PREFILLS(kind, KC, VC) PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)
+#define PREFILL_SMALL(kind, KC, VC, DIM, WARPS)                                                                                    \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attention_##kind##_##DIM##_small_prefill(const __grid_constant__ Attention a) { \
-    if constexpr (CODE) attention_prefill<Prefill<KC, VC, DIM, WARPS, true>>(a);                                                   \
-    else __trap(); /* the host starts this kernel only where the code has it */                                                    \
+    attention_prefill<Prefill<KC, VC, DIM, WARPS, true>>(a);                                                                       \
   }
-#ifdef __CUDA_ARCH__
-constexpr int CODE = __CUDA_ARCH__;
-#else
-constexpr int CODE = 0;
-#endif
-#define PREFILLS(kind, KC, VC)                                                                 \
-  PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)     \
-  PREFILL_SMALL(kind, KC, VC, 128, 8, CODE < 800) PREFILL_SMALL(kind, KC, VC, 256, 4, CODE != 900)

@@ -219,6 +219,12 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     if let Some(names) = single::kernels(file) {
         return names;
     }
+    for dim in SMALL_DIMS {
+        if let Some(suffix) = file.strip_prefix(&format!("attention_small_{dim}_")) {
+            let kind = KINDS.into_iter().find(|kind| kind.name == suffix);
+            return kind.map(|kind| small_name(kind, dim)).into_iter().collect();
+        }
+    }
     if let Some(suffix) = file.strip_prefix("attention_decode_") {
         return all(suffix, &|kind, dim| {
             (1..=2).map(|tiles| decode_name(kind, dim, tiles)).collect()
@@ -228,11 +234,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     file.strip_prefix("attention_prefill_")
         .and_then(|suffix| {
             all(suffix, &|kind, dim| {
-                let small = SMALL_DIMS.contains(&dim).then(|| small_name(kind, dim));
-                [prefill_name(kind, dim), join_name(kind, dim)]
-                    .into_iter()
-                    .chain(small)
-                    .collect()
+                vec![prefill_name(kind, dim), join_name(kind, dim)]
             })
         })
         .unwrap_or_default()
@@ -454,16 +456,14 @@ mod tests {
         assert_eq!(
             kernels("attention_prefill_q6"),
             [64, 128, 256]
-                .into_iter()
-                .flat_map(|dim| {
-                    let names: &[_] = if dim == 64 {
-                        &["prefill", "join"]
-                    } else {
-                        &["prefill", "join", "small_prefill"]
-                    };
-                    names.iter().map(move |n| format!("attention_q6_{dim}_{n}"))
-                })
-                .collect::<Vec<_>>()
+                .map(|dim| ["prefill", "join"].map(|n| format!("attention_q6_{dim}_{n}")))
+                .concat()
         );
+        for dim in SMALL_DIMS {
+            assert_eq!(
+                kernels(&format!("attention_small_{dim}_q6")),
+                [format!("attention_q6_{dim}_small_prefill")]
+            );
+        }
     }
 }

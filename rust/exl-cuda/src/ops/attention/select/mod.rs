@@ -183,7 +183,13 @@ fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Opt
 
 /// Shared memory of a block of [`Kernel::Prefill`]; None if none fits the card.
 fn room_of(caps: &Capabilities, call: &Call) -> Option<PrefillRoom> {
-    prefill_room(call.kind, padded(call.head_dim), caps.shared_per_block)
+    let dim = padded(call.head_dim);
+    let small = caps.has(if dim > 128 {
+        Feature::SmallBlocks
+    } else {
+        Feature::TuringBlocks
+    });
+    prefill_room(call.kind, dim, caps.shared_per_block).filter(|room| small || !room.small)
 }
 
 /// The division of a prompt of tiles of prefill blocks.
