@@ -299,7 +299,12 @@ def test_a_card_without_a_kernel_for_the_format_is_refused(lab: Any) -> None:
 
 def test_a_card_is_asked_before_memory_is_taken(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Card, "device", lambda index: asked.append(index) or Card.named("2080 Ti"))
+
+    def turing(index: int) -> Card:
+        asked.append(index)
+        return Card.named("2080 Ti")
+
+    monkeypatch.setattr(Card, "device", turing)
     cache = ExLlamaV2Cache(model, max_seq_len=1 << 52, lazy=True, fixed_device="cuda:1")
     cache.head_dim = 136
     with pytest.raises(errors.CacheError, match="2080 Ti"):

@@ -222,12 +222,19 @@ def test_no_kernel_asks_for_an_architecture_within_a_family() -> None:
 
 def test_kernels_that_the_code_cannot_have_are_not_compiled(crate: Crate) -> None:
     kernels = crate.folder / "rust" / "exl-cuda" / "kernels" / "some"
-    sources = [kernels / f"{name}.cu" for name in ("few", "attention_teams_q4", "batch_gptq_32", "batch_mma_gptq_32")]
-    few, teams, wgmma, mma = (source.name for source in sources)
+    names = ("few", "attention_teams_q4", "batch_gptq_32", "batch_mma_gptq_32")
+    prompts = ("attention_small_256_q4", "attention_small_128_q4")
+    sources = [kernels / f"{name}.cu" for name in (*names, *prompts)]
+    few, teams, wgmma, mma, small, turing = (source.name for source in sources)
     for source in sources:
         source.write_text(f"// {source.name}\n")
     try:
-        for arch, expected in (("75", set()), ("80+ptx", {teams, mma}), ("90a", {few, wgmma}), ("120", {few, mma})):
+        for arch, expected in (
+            ("75", {small, turing}),
+            ("80+ptx", {teams, mma, small}),
+            ("90a", {few, wgmma}),
+            ("120", {few, mma, teams, small}),
+        ):
             assert crate.archs(arch) == arch
             assert {line.split()[0] for line in crate.compiled()} == {"one.cu", "two.cu"} | expected
     finally:
