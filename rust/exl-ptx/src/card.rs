@@ -36,7 +36,7 @@ const fn card(
 }
 
 /// From NVIDIA's tables of compute capabilities and data sheets.
-const CARDS: [(&str, Card); 8] = [
+const CARDS: [(&str, Card); 9] = [
     (
         "2080ti",
         card(
@@ -87,6 +87,18 @@ const CARDS: [(&str, Card); 8] = [
             1536,
             24,
             24,
+        ),
+    ),
+    (
+        "5090",
+        card(
+            "NVIDIA GeForce RTX 5090",
+            (12, 0),
+            170,
+            (99, 100),
+            1536,
+            24,
+            32,
         ),
     ),
     (
