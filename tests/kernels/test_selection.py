@@ -99,10 +99,9 @@ def test_a_card_of_each_generation() -> None:
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
     assert Card.named("h200").features == {"bulk_copy", "clusters", "tested_clusters", "wgmma"}
     assert Card.named("B200").features == {"async_copy", "bulk_copy", "clusters", "mma_pipeline"}
-    assert Card.named("5090").features == {"async_copy", "bulk_copy", "mma_pipeline", "small_blocks"}
-    assert Card.named("A100").features == {"async_copy", "mma_pipeline"}
-    assert Card.named("3090").features == {"async_copy", "mma_pipeline", "small_blocks"}
-    assert Card.named("2080 Ti").features == {"small_blocks", "turing_blocks"}
+    assert Card.named("5090").features == {"async_copy", "bulk_copy", "mma_pipeline"}
+    assert Card.named("3090").features == {"async_copy", "mma_pipeline"}
+    assert not Card.named("2080 Ti").features
 
 
 def test_an_unknown_card_is_named_with_those_that_are_known() -> None:

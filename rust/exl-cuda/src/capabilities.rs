@@ -20,14 +20,13 @@ pub struct Capabilities {
 }
 
 impl Feature {
-    pub const ALL: [Self; 8] = [
+    /// Those of reports: what kernels may use. Others say for which cards a kernel is.
+    pub const ALL: [Self; 6] = [
         Self::BulkCopy,
         Self::Clusters,
         Self::TestedClusters,
         Self::Wgmma,
         Self::AsyncCopy,
-        Self::SmallBlocks,
-        Self::TuringBlocks,
         Self::MmaPipeline,
     ];
 

@@ -387,8 +387,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy", "small_blocks",
-        "turing_blocks" and "mma_pipeline".
+        The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:

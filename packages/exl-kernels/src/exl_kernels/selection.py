@@ -275,7 +275,7 @@ class Card:
     @property
     def features(self) -> frozenset[str]:
         """The features that the card's code may use: of "bulk_copy", "clusters", "tested_clusters", "wgmma",
-        "async_copy", "small_blocks", "turing_blocks" and "mma_pipeline".
+        "async_copy" and "mma_pipeline".
         """
         return frozenset(self._native.features)
 

@@ -56,8 +56,7 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy", "small_blocks",
-    /// "turing_blocks" and "mma_pipeline".
+    /// The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
     #[getter]
     fn features(&self) -> Vec<&'static str> {
         Feature::ALL
