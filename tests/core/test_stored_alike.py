@@ -14,7 +14,9 @@ from torch import Tensor
 from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.execution.kernels import kernel_uses
 from exl_core.loading.checkpoint import TensorReader
+from exl_core.loading.sizes import linear_bytes
 from exl_kernels import formats
+from exl_kernels.errors import FormatError
 from exl_kernels.quantize.plans import OPTIONS
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
 from exl_kernels.selection import Card, has_fine_scales
@@ -110,3 +112,37 @@ def test_groups_that_need_a_scale_every_32_rows(groups: list[tuple[int, int]], f
 def test_groups_that_the_format_forbids_are_left_to_the_load() -> None:
     assert not has_fine_scales(torch.tensor([7, 0], dtype=torch.int16), 14)
     assert not has_fine_scales(torch.tensor([4, 4], dtype=torch.int16), 16)
+
+
+def test_the_plan_of_memory_counts_all_scales(tmp_path: Path) -> None:
+    plans = {"q_proj": "1:2b_128g", "k_proj": "1:2b_128g", "v_proj": "1:4b_32g"}
+    folder = quantized(tmp_path, "LlamaForCausalLM", lambda key: plans.get(key.rpartition(".")[2]))
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    assert model.config.checkpoint is not None
+    reader = TensorReader(model.config.checkpoint)
+    for linear in model.linears():
+        if linear.key.endswith(("q_proj", "k_proj")):
+            rows, columns = linear.in_features, linear.out_features
+            codes, scales = rows * columns * 2 // 8, rows // 32 * columns // 2
+            assert linear_bytes(linear, reader, "cuda", set()) >= codes + scales
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        torch.zeros(4, dtype=torch.float16),
+        torch.full((4,), 70_000, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int16),
+    ],
+    ids=["float16", "int32", "empty"],
+)
+def test_damaged_groups_are_an_error_of_their_matrix(damaged: Tensor, tmp_path: Path) -> None:
+    """Also where another matrix, which would share its launches, asks for them."""
+    folder = quantized(tmp_path, "LlamaForCausalLM", lambda key: "1:4b_128g" if "self_attn" in key else None)
+    (path,) = folder.glob("*.safetensors")
+    tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(folder).items()}
+    tensors["model.layers.0.self_attn.k_proj.q_groups"] = damaged
+    path.unlink()
+    write_safetensors(path, tensors)
+    with pytest.raises(FormatError, match="k_proj"):
+        kernel_uses(ExLlamaV2Config(folder), Card.named("H200"), rows=(1,), prompts=())

@@ -301,8 +301,15 @@ def test_a_hook_installed_between_steps_sees_no_prepared_drafts() -> None:
         ([3, *[0] * 15], 2),
         ([3, 2, 1, 0] * 5, 1),
         ([3, 2, 1, 0] * 20, 4),
+        ([20, 0], 2),
     ],
-    ids=["a few rows filled", "many filled for one pass less", "many for three less", "more rows than a step has"],
+    ids=[
+        "a few rows filled",
+        "many filled for one pass less",
+        "many for three less",
+        "more rows than a step has",
+        "more tokens than a decode step has",
+    ],
 )
 def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], passes: int
@@ -315,10 +322,11 @@ def test_windows_of_several_lengths_share_a_pass_where_that_is_faster(
         page_size=8,
         max_batch_size=len(lengths),
         use_ngram_draft=True,
-        num_draft_tokens=3,
+        num_draft_tokens=max(lengths),
+        max_q_size=max(8, max(lengths) + 1),
     )
     prelaunch(generator, True)
-    jobs = [ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 20, seed=at) for at in range(len(lengths))]
+    jobs = [ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 28, seed=at) for at in range(len(lengths))]
     generator.enqueue(jobs)
     wanted = dict(zip(jobs, lengths, strict=True))
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from . import _native
-from .errors import DeviceError, ShapeError
+from .errors import DeviceError, FormatError, ShapeError
 from .formats import Exl2Parts, GptqFormat, GptqParts
 
 __all__ = [
@@ -194,7 +194,10 @@ class MatrixShape:
             UnsupportedError: the matrix is too large for a GPU.
         """
         parts = Exl2Parts(**{key: tensors[key] for key in Exl2Parts._fields})
-        return cls(_native.CudaShape.from_exl2(name, parts, fine_scales=fine_scales))
+        try:
+            return cls(_native.CudaShape.from_exl2(name, parts, fine_scales=fine_scales))
+        except TypeError as error:
+            raise FormatError(f"{name or 'matrix'}: {error}") from error
 
     @classmethod
     def from_gptq(

@@ -152,7 +152,10 @@ def _has_fine_scales(source: TensorSource, spec: LinearSpec) -> bool:
     groups, words = f"{key}.q_groups", f"{key}.q_weight"
     if not (source.has(groups) and source.has(words)):
         return False
-    return has_fine_scales(source.read(groups), source.shape(words)[0])
+    found, shape = source.read(groups), source.shape(words)
+    if found.dtype != torch.int16 or len(shape) != 2:
+        return False  # left to the load of this matrix, which names it
+    return has_fine_scales(found.flatten(), shape[0])
 
 
 def load_columns(

@@ -145,6 +145,7 @@ class _Planner:
     """Sums over the model: bytes that are divided by heads, features and experts, and bytes that are not divided."""
 
     config: ExLlamaV2Config
+    reader: TensorReader
     by_heads: int  # bytes of q, k and v
     by_features: dict[int, int]  # outputs of a matrix -> bytes of all matrices with so many
     by_mlp: dict[int, int]  # the same, of the matrices of MLPs
@@ -168,8 +169,10 @@ class _Planner:
         kind = "cuda" if any(d.is_cuda for d in places) else "cpu"
         rows = config.max_input_len * config.max_batch_size
         sizes = module_sizes(config, modules, kind, rows, config.decode_rows)
+        assert config.checkpoint is not None, "module_sizes has read it"
         made = cls(
-            *(config, 0, {}, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
+            *(config, TensorReader(config.checkpoint), 0, {}, {}, {}),
+            *(sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
             *(len(modules), rows, kind),
         )
         for module in modules:
@@ -194,8 +197,7 @@ class _Planner:
 
     def _taken(self, linear: Linear) -> int:
         """Return the bytes of a matrix and subtract them from those of the first device."""
-        assert self.config.checkpoint is not None
-        held = linear_bytes(linear, self.config.checkpoint, self.kind, set())
+        held = linear_bytes(linear, self.reader, self.kind, set())
         self.home -= held
         return held
 

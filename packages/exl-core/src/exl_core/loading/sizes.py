@@ -1,4 +1,4 @@
-"""The bytes that each module will need, determined from headers alone: weights, cache, and working memory of a pass."""
+"""The bytes that each module will need, determined without weights: theirs, the cache, and working memory of a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exl_kernels.selection import CPU_CHUNK_ROWS, DECODE_TOKENS, PACKED_ROWS, ST
 
 from ..errors import MissingTensorError
 from ..layers import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TensorReader
 from .linears import EXL2_TENSORS, GPTQ_TENSORS
 
 if TYPE_CHECKING:
@@ -115,12 +115,13 @@ def _own_weights(module: Module, checkpoint: Checkpoint, kind: str, claimed: set
         name = f"{module.key}.weight"
         claimed.add(name)
         return checkpoint.entry(name).nbytes if name in checkpoint.tensors else 0
-    return sum(linear_bytes(linear, checkpoint, kind, claimed) for linear in module.submodules())
+    reader = TensorReader(checkpoint)
+    return sum(linear_bytes(linear, reader, kind, claimed) for linear in module.submodules())
 
 
-def linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set[str]) -> int:
+def linear_bytes(linear: Linear, reader: TensorReader, kind: str, claimed: set[str]) -> int:
     """Return the bytes of one loaded matrix on a kind of device; the names of its tensors are added to `claimed`."""
-    spec, tensors = linear.spec, checkpoint.tensors
+    spec, tensors = linear.spec, reader.checkpoint.tensors
     bias = 4 * linear.out_features if spec.bias else 0
     for key in (spec.key, spec.fused_key, spec.alternate_key):
         if key is None:
@@ -131,7 +132,11 @@ def linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set
                 claimed |= names
                 whole = tensors[f"{key}.{marker}"].shape[-1]
                 share = min(-(-linear.out_features // 32) * 32 / whole, 1.0) if key == spec.fused_key else 1.0
-                return int(sum(tensors[n].nbytes for n in names) * share * REPACKED[kind]) + bias
+                held = sum(tensors[n].nbytes for n in names)
+                if kind == "cuda" and marker == "q_weight" and linear.stored(reader).fine_scales:
+                    scales = -(-linear.in_features // 32) * whole // 2  # four bits for every 32 rows
+                    held += max(0, scales - tensors[f"{key}.q_scale"].nbytes)
+                return int(held * share * REPACKED[kind]) + bias
         stored = next((n for n in (f"{key}.weight", key) if n in tensors), None)
         if stored is not None:
             claimed |= {stored, f"{key}.bias"}

@@ -20,7 +20,7 @@ from exl_generate.errors import NonFiniteLogitsError
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, LaunchedDraws, Sample, launch_draws
 from exl_kernels.errors import DeviceError
-from exl_kernels.selection import FILLED_ROWS, STEP_ROWS
+from exl_kernels.selection import FILLED_ROWS, STEP_ROWS, is_decode_step
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -305,7 +305,7 @@ class Engine:
             return 0
         lengths = {job: 1 + len(drafts.get(job, [])) for job in jobs}
         longest = max(lengths.values())
-        if longest == 1:
+        if longest == 1 or not is_decode_step(longest):
             return 0
         sequences = sum(len(job.sequences) for job in jobs)
         filled = longest * sequences - sum(length * len(job.sequences) for job, length in lengths.items())

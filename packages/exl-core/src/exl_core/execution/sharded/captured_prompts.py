@@ -73,9 +73,11 @@ def refusal_of_memory(shards: Sequence[ShardLaunches], devices: Sequence[torch.d
         if device.type != "cuda":
             continue
         row = ResultRow.of(share.shape, device)
-        # The embedded ids and their columns, twice; both results and the features of a half; one dequantized matrix.
+        # The embedded ids and their columns, twice, or in float32 with two normed ones; both results and the features
+        # of a half; one dequantized matrix.
         # Results have room for a power of two of rows.
-        needed = bucket.tokens * (3 * row.odd + row.even) + result_rows(bucket.tokens) * (row.even + row.odd)
+        hidden = (5 if share.float_residual else 3) * row.odd
+        needed = bucket.tokens * (hidden + row.even) + result_rows(bucket.tokens) * (row.even + row.odd)
         needed += 2 * largest_weight(share.halves)
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -219,6 +219,7 @@ class ShardLaunches:
     Attributes:
         halves: this device's share of the halves of each layer, attention and MLP in turns.
         shape: the columns of each device.
+        float_residual: the hidden state is float32.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class ShardLaunches:
         part = part_of(head.linear, shard)
         assert part is not None, "shard_launches_of has checked it"
         self.halves, self.shape = list(halves), shape
-        self._shard, self._embedding = shard, embedding
+        self._shard, self._embedding, self.float_residual = shard, embedding, embedding.float_residual
         hidden, others = shape.hidden[-1], len(shape.hidden) - 2
         words = hidden * _words(embedding, part.device)
         self._answered = (0, *(words + ANSWER * other for other in range(others + 1)))

@@ -32,7 +32,8 @@ class ProcessExchange(Exchange):
     Process number RANK runs device number RANK of EXL_DEVICE.
 
     A process that dies, or is not heard of for `limit` seconds, ends every pass with PeerError. So does a process that
-    runs another pass than the others.
+    runs another pass than the others. In a process group over NCCL that the program itself has made, a lost process may
+    end this one instead, unless TORCH_NCCL_BLOCKING_WAIT=1 was set before.
 
     Args:
         limit: seconds to wait for another process.
@@ -58,10 +59,11 @@ class ProcessExchange(Exchange):
         place = places[rank]
         if place.is_cuda:
             torch.cuda.set_device(place.torch_device)
-            # An operation then ends with an error after the limit. Otherwise a thread of NCCL's ends the process.
-            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self._owns = not dist.is_initialized()
         if self._owns:
+            if place.is_cuda:
+                # An operation then ends with an error after the limit. Otherwise a thread of NCCL's ends the process.
+                os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
             wait = timedelta(seconds=limit)
             self._run(lambda: dist.init_process_group("nccl" if place.is_cuda else "gloo", timeout=wait))
             # gloo's threads abort a process that ends while they run.

@@ -63,8 +63,9 @@ class ShardedPrompts:
             assert embedding.weight is not None
             x = embedded(embedding, asked.ids.reshape(-1).to(embedding.weight.device))
             output_tokens: OutputTokens = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
-            spread = [send(x, step.rows.device) for step in steps]
-            spread = [whole.clone() if whole is x else whole for whole in spread]  # each device changes its own
+            # Each device changes its own; the first one takes x itself.
+            copies = [send(x, step.rows.device) for step in steps[1:]]
+            spread = [x, *(whole.clone() if whole is x else whole for whole in copies)]
             stores = Stores(self._barrier, x.shape[0], ResultRow.of(self._shards[0].shape, x.device))
             ops = operators_for(self._shards, spread, invariant=first.invariant)
             hidden = run_shares(self._shards, spread, steps, stores.gather, ops, output_tokens)
