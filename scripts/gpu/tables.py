@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +297,7 @@ def prompts(lines: list[Line]) -> list[str]:
     )
 
 
-def goal(family: str, batch: int) -> float:
+def goal(family: str) -> float:
     """The least share of its Llama's bandwidth that a family is to reach."""
     return next((least for start, least in SHARES.items() if family.startswith(start)), 0.92)
 
@@ -323,12 +322,11 @@ def families(lines: list[Line]) -> list[str]:
     shown = {key: d for key, d in found.items() if key[:2] in prompt}
     batches = sorted({batch for *_, batch in shown})
 
-    def cell(name: tuple[str, int], key: str, form: str) -> str:
-        values = [shown.get((*name, batch), {}).get(key) for batch in batches]
+    def shares_of(name: tuple[str, int]) -> str:
+        values = [shown.get((*name, batch), {}).get("share_of_twin") for batch in batches]
         if not any(values):
             return ""
-        goals = [goal(name[0], batch) if key == "share_of_twin" else None for batch in batches]
-        return " / ".join(map(partial(with_goal, form), values, goals))
+        return " / ".join(with_goal(".2f", value, goal(name[0])) for value in values)
 
     def steps_of(name: tuple[str, int]) -> str:
         times = []
@@ -344,8 +342,7 @@ def families(lines: list[Line]) -> list[str]:
         f"| family, layers ({short(gpu)}) | us a step of {' / '.join(map(str, batches))} sequences | "
         "share of its Llama's | prompt, tok/s |",
         (
-            f"| {name[0]}, {name[1]} | {steps_of(name)} | {cell(name, 'share_of_twin', '.2f')} | "
-            f"{line['prompt_tok_s']:,.0f} |"
+            f"| {name[0]}, {name[1]} | {steps_of(name)} | {shares_of(name)} | {line['prompt_tok_s']:,.0f} |"
             for name, line in sorted(prompt.items())
         ),
         [*shown.values(), *prompt.values()],
