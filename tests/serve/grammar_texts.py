@@ -1,12 +1,24 @@
-"""Texts and grammars, for tests."""
+"""A tool, texts and grammars, for tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from exl_core.tokenizer import TextTokenizer
+from exl_serve.stream.family import ToolSpec
 
-__all__ = ["takes"]
+__all__ = ["LOOK", "takes"]
+
+LOOK = ToolSpec(
+    "look",
+    "",
+    {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    },
+)
 
 
 def takes(grammar: Any, tokenizer: TextTokenizer, text: str, *, whole: bool = True) -> bool:

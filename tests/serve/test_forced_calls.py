@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from grammar_texts import takes
+from grammar_texts import LOOK, takes
 
 from exl_core.tokenizer import TextTokenizer
 from exl_generate import bundled
@@ -16,17 +16,10 @@ from exl_serve.config.model import ModelConfig
 from exl_serve.engine.jobs import compile_constraints
 from exl_serve.stream.channels import OutputFamily
 from exl_serve.stream.families.table import FORMATS
-from exl_serve.stream.family import ChannelSettings, ToolSpec
+from exl_serve.stream.family import ChannelSettings
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
-LOOK = ToolSpec("look", "", SCHEMA)
 #: two calls of `look`, as each format writes them behind the first region's opening marker
 TWO = {
     "hermes": '\n{"name": "look", "arguments": {"n": 1}}\n</tool_call>\n<tool_call>\n'
@@ -119,7 +112,7 @@ def url(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def asked(url: str, **fields: Any) -> dict[str, Any]:
-    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK.parameters}}
     body = {"messages": [{"role": "user", "content": "Look."}], "tools": [tool], "tool_choice": "required"}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body | fields, timeout=600)
     assert answer.status_code == 200, answer.text

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from grammar_texts import LOOK
 
 from exl_core.tokenizer import TextTokenizer
 from exl_generate import bundled
@@ -19,17 +20,10 @@ from exl_serve.engine.jobs import compile_constraints
 from exl_serve.stream.channels import OutputFamily
 from exl_serve.stream.events import Content, Finish, Reasoning, ToolBegin, ToolEnd
 from exl_serve.stream.families.table import FORMATS
-from exl_serve.stream.family import ChannelSettings, ToolSpec
+from exl_serve.stream.family import ChannelSettings
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
-LOOK = ToolSpec("look", "", SCHEMA)
 JSON = '{"name": "look", "arguments": {"n": 1}}'
 #: one call, as each format writes it
 ONE = {
@@ -158,7 +152,7 @@ def _mark(file: Path) -> None:
 
 def test_over_http(url: str) -> None:
     """A model that wants nothing but calls makes one."""
-    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK.parameters}}
     messages = [{"role": "user", "content": "Look."}]
     body = {"messages": messages, "tools": [tool], "max_tokens": 60, "seed": 1, "logit_bias": {"3071": 60}}
     for parallel in (False, True):

@@ -85,14 +85,17 @@ mod _native {
         cuda_sample_launch,
     };
     #[pymodule_export]
+    use crate::cuda::select::attention::{
+        AttentionHeads, AttentionPlan, AttentionShape, cuda_attention_stores_keys,
+        cuda_is_decode_step, cuda_refusal_of_pages, cuda_select_attention,
+    };
+    #[pymodule_export]
     use crate::cuda::select::{
-        AttentionHeads, AttentionPlan, AttentionShape, CudaCard, CudaShape, ExpertsPlan,
-        KernelChoice, RefusedKernel, cuda_attention_stores_keys, cuda_cards, cuda_float_rows,
-        cuda_has_fine_scales, cuda_is_decode_step, cuda_pass_rows, cuda_plan_alone,
-        cuda_plan_fused, cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes,
-        cuda_refusal_of_pages, cuda_rows_invariant, cuda_runs_packed, cuda_select_adapters,
-        cuda_select_attention, cuda_select_experts, cuda_select_norm, cuda_select_rope_store,
-        cuda_select_sampling,
+        CudaCard, CudaShape, ExpertsPlan, KernelChoice, RefusedKernel, cuda_cards, cuda_float_rows,
+        cuda_has_fine_scales, cuda_pass_rows, cuda_plan_alone, cuda_plan_fused,
+        cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes, cuda_rows_invariant,
+        cuda_runs_packed, cuda_select_adapters, cuda_select_experts, cuda_select_norm,
+        cuda_select_rope_store, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{
