@@ -40,7 +40,7 @@ so on).
 `python tests/core/config_mutations.py` changes, takes out and adds the keys of config.json one at a time, in every
 family that transformers has, and compares the logits; a sample of it is a test. Of 3,891 files (transformers 5.23,
 2026-11-21) it runs 3,432: 3,112 have its logits here, 306 are rejected by an error that names
-the key. With one key of another family, of 2,244 2,038 have its logits and 206 are rejected. The 14 others
+the key. Of 2,244 files with one key of another family, 2,038 have its logits and 206 are rejected. The 14 others
 differ intentionally, and no published file is like them. Where layer types have rotations of their own (Gemma 3,
 OLMo 3), `type` in `rope_scaling` means what `rope_type` does, and the outer `rope_theta` of OLMo 3 is for all layers.
 DBRX takes `attn_config.rope_theta`.
