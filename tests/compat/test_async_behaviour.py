@@ -346,7 +346,7 @@ def test_the_page_table_is_reset_right_after_a_cancel() -> None:
 
 
 def test_a_new_generator_takes_the_cache_right_after_the_old_ones_jobs_were_cancelled() -> None:
-    """As servers do that make a new generator after an error, and never close the old one."""
+    """Servers make a new generator after an error and never close the old one."""
 
     async def main() -> None:
         shared = parts()

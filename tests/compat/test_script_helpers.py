@@ -86,7 +86,7 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def test_a_script_ends_with_a_message_where_no_model_is(tmp_path: Path) -> None:
-    """As in exllamav2; exl_core.model_init raises ConfigFileError."""
+    """The helper ends the program, as exllamav2's does; exl_core.model_init raises ConfigFileError."""
     model_init.check_args(parse("-m", str(default_model_dir())))
     for flags, message in (((), "no model folder"), (("-m", str(tmp_path)), "config.json"), (("-m", "no"), "no")):
         with pytest.raises(SystemExit, match=rf" ## Error: .*{message}") as caught:

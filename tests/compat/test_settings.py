@@ -419,7 +419,7 @@ def test_a_step_launched_early_is_sampled_with_the_settings_of_its_round(early: 
 
 
 def test_a_host_that_moves_the_range_of_penalties_with_the_output() -> None:
-    """As a server does it: penalties over the tokens of the answer alone."""
+    """A server applies penalties to the tokens of the answer alone."""
     settings = Settings(**{**NEUTRAL, "temperature": 0.0, "token_presence_penalty": 50.0, "token_repetition_range": 0})
     generator = make(lambda context: 3)  # always the same token, but for the penalty
     job = ExLlamaV2DynamicJob(ids("aaaa"), 12, gen_settings=settings)

@@ -218,7 +218,7 @@ class Judge:
         return self.verdict(expected, found)
 
     def verdict(self, expected: list[Tensor], found: list[Tensor]) -> tuple[str, str]:
-        """Of three prompts the middle one counts: in mixtures a near tie of two experts may fall either way. A change
+        """Judge by the middle one of three prompts: in mixtures a near tie of two experts may fall either way. A change
         too small for the tolerance must still be seen: nearer to what is asked for than to the unchanged model."""
         assert self.base is not None
         if any(f.shape != e.shape for f, e in zip(found, expected, strict=True)):

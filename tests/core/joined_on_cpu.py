@@ -66,7 +66,7 @@ class FusedDouble:
         return out.copy_(y if residual is None else residual + y)
 
     def kernel(self, rows: int) -> str | None:
-        """Of matrices that every kernel takes, on a card that has all. The fewest rows alone have a LayerNorm fused."""
+        """Choose as for matrices that all kernels take, on a card with all. Only the fewest rows fuse a LayerNorm."""
         if self.apart is not None and any(self.apart in matrix.name for matrix in self.matrices):
             return None
         if self.norm is not None and self.norm.layer and rows > LIMITS.gemv_rows:

@@ -190,7 +190,7 @@ def test_a_line_that_the_caller_shows_is_not_logged(machine: Machine, caplog: py
 
 
 def test_splits_go_to_the_usable_gpus(lab: Any, machine: Machine) -> None:
-    """As scripts written for exllamav2 ask for them."""
+    """Scripts written for exllamav2 give splits in GiB."""
     machine.has(gpu(0, "A", (9, 0)), gpu(1, "B", (9, 0)))
     machine.free_memory(8 << 30)
     config = ExLlamaV2Config(lab.write(num_hidden_layers=6))

@@ -94,7 +94,7 @@ def test_templates_that_transformers_cannot_render_are_errors(folder: Path, thei
 
 
 def test_places_of_templates(tmp_path: Path, lab: Any) -> None:
-    """As transformers 5 saves them, in tokenizer_config.json, and as processors kept them once; the first counts."""
+    """Transformers 5 saves templates in tokenizer_config.json, processors had files of their own; the first counts."""
     folder = lab.write()
     write_tokenizer(folder)
 

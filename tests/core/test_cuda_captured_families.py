@@ -52,7 +52,7 @@ class Repeated:
 
 
 def repeated(recorder: Recorder, body: Body, logits: Tensor | None, memory: Tensor) -> Any:
-    """As `Recorder.capture`: (graph, result of a first run, memory that it keeps)."""
+    """Stand in for `Recorder.capture`: (graph, result of a first run, memory that it keeps)."""
     result = body(None if logits is None else torch.empty_like(logits))
     return Recorded(Repeated(body, logits), result, memory)  # type: ignore[arg-type]
 

@@ -150,7 +150,7 @@ def assert_identical(model: ExLlamaV2, folder: Path, case: str, batch: int, q_le
 @pytest.mark.parametrize("batch", [1, 4, 12])
 @pytest.mark.parametrize("model", ["exl2", "gptq"], indirect=True)
 def test_the_report_of_kernels_has_the_launches_of_adapters(model: ExLlamaV2, tmp_path: Path, batch: int) -> None:
-    """Those of a captured step whose rows all have adapters of every matrix."""
+    """The report equals a captured step whose rows all have adapters of every matrix."""
     adapters = ExLlamaV2Lora.from_directory(model, write_adapter(tmp_path / "all", 16, ALL))
     before: dict[str, int] = _native.cuda_launches()
     results(model, [(adapters,)] * batch, 1, joined=True)

@@ -357,7 +357,7 @@ def test_inputs_still_to_be_copied_to_the_gpu_outlive_their_step(
 
 
 def test_steps_queued_ahead_of_the_gpu_find_their_inputs(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are copies of the inputs, and more: the host waits until one has been read, not for the rest."""
+    """Queue more steps than there are copies of the inputs: the host waits for one to be read, not for all."""
     cache, found = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), []
 
     def keep(seen: list[torch.Tensor], logits: torch.Tensor) -> None:
@@ -534,7 +534,7 @@ def scaled(by: float, state: torch.Tensor, step: object) -> torch.Tensor:
 
 
 def test_captured_steps_serve_again_when_a_hook_is_taken_out(model: ExLlamaV2) -> None:
-    """Who hooks single requests does not record all steps anew for each. The modules must be the same, one by one."""
+    """A hook for single requests records no step anew. The modules must be the same, one by one."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
     before = model.prelaunchable_step(1, cache, params([1]))
     assert before is not None

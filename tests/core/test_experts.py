@@ -248,7 +248,7 @@ ONE_MIXTURE = pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "
 
 @pytest.fixture
 def launches(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Those of the first mixture, whose own pass is chosen anew."""
+    """Return the launches of the first mixture, whose own pass is chosen anew."""
     mixture, made, describe = mixtures(model)[0], Launches(), MoE.describe
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
     monkeypatch.setattr(MoE, "describe", lambda moe: replace(describe(moe), routing=cast(Any, made)))

@@ -51,7 +51,7 @@ def test_the_place_and_the_files_do_not_matter(folder: Path, tmp_path: Path) -> 
 
 
 def test_every_tensor_counts(folder: Path, tmp_path: Path) -> None:
-    """As another training changes it: all of its numbers."""
+    """Change all numbers of a tensor, as another training would."""
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     (file,) = copy.glob("*.safetensors")
     whole, tensors = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8), weights(folder)

@@ -388,7 +388,7 @@ def test_file_written_to_while_it_is_read(lab: Any) -> None:
 
 @pytest.mark.covers("core: safetensors")
 def test_links_to_weight_files(lab: Any, tmp_path: Path) -> None:
-    """As in download caches, the folder holds links to files with other names."""
+    """The folder holds links to files with other names, as download caches do."""
     folder = lab.write(shards=3)
     for i, file in enumerate(sorted(folder.iterdir())):
         (tmp_path / f"blob{i}").write_bytes(file.read_bytes())
@@ -515,7 +515,7 @@ def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
 
 
 def test_rows_of_embedding_and_head_against_vocab_size(lab: Any, tmp_path: Path) -> None:
-    """As transformers: other rows than vocab_size are refused; but for what pads it, whose logits no token gets."""
+    """Other rows than vocab_size are refused, as by transformers, except padding, whose logits no token gets."""
     tensors = lab.random_tensors({**lab.config, "vocab_size": 96})
     ids = lab.ids(1, 8)
     for kind in ("float", "exl2"):

@@ -129,7 +129,7 @@ def test_the_largest_context_fits_and_one_page_more_does_not(lab: Any) -> None:
 
 
 def test_a_large_model_is_refused_without_its_file(lab: Any, tmp_path: Path) -> None:
-    """Of 400 layers nothing is read, let alone allocated, and each costs what it costs in a small model."""
+    """Nothing is read of 400 layers, let alone allocated, and each costs what it costs in a small model."""
 
     def refused(layers: int) -> int:
         config = {**lab.config, "num_hidden_layers": layers, "vocab_size": 64}

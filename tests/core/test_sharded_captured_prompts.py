@@ -227,7 +227,7 @@ def test_marked_stores_that_are_not_live_leave_the_results_alone() -> None:
 def test_few_prompts_of_a_length_of_their_own_are_kept(
     lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those used last; one that was dropped runs eagerly first, as any rare length."""
+    """The lengths used last are kept; one that was dropped runs eagerly first, as any rare length."""
     monkeypatch.setattr(captured, "MAX_PROMPTS", 2)
     cache, store = cache_of(model), {"preprocess_only": True}
     for tokens in (70, 71, 70, 72):

@@ -85,7 +85,7 @@ def test_pixels_of_no_known_range_are_refused() -> None:
 
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_photos_are_turned_upright(turn: int, tmp_path: Path) -> None:
-    """As transformers loads a file: by its EXIF orientation."""
+    """Photos are rotated by their EXIF orientation, as transformers does."""
     load_image = pytest.importorskip("transformers").image_utils.load_image
     exif = Image.Exif()
     exif[0x0112] = turn

@@ -73,7 +73,7 @@ def bare(key: str) -> str:
 
 
 def inside_model(key: str) -> str:
-    """As newer versions hold them in memory, and as some files have them."""
+    """Return the name that newer versions use in memory, and some files."""
     key = bare(key)
     if key.startswith("text."):
         return "model.language_model." + key.removeprefix("text.")
@@ -81,7 +81,7 @@ def inside_model(key: str) -> str:
 
 
 def outside(key: str) -> str:
-    """As Gemma 3 was published."""
+    """Return the name in the files of Gemma 3."""
     key = bare(key)
     if key.startswith("text."):
         return "language_model.model." + key.removeprefix("text.")

@@ -267,7 +267,7 @@ def test_over_two_devices(
 @torch.no_grad()
 def test_a_video(pair: Pair) -> None:
     """Four moments of frames so large that height and width reach further than time: there transformers (5.23) counts
-    on behind height and width alone, we behind the largest position used, as the spec has it and as it used to."""
+    on behind height and width alone, we behind the largest position used, as the models' own code does."""
     frames = [picture(80, 24, seed=i) for i in range(7)]
     made = pair.tower.get_video_embeddings(pair.ours, pair.tokenizer, frames)
     given = pair.tower.encoder.preprocess_video(frames)

@@ -31,6 +31,8 @@ def found(text: str) -> list[str]:
         ("What section 13 asks of the generators", "section 13 asks"),
         ('covers("core: better-3.6.4")', "better-3"),
         ('"""What a job holds."""', '"""what'),
+        ('"""Of the pages."""', '"""of'),
+        ("takes the pages (spec 3.12)", "spec 3"),
         ("def test_what_is_refused() -> None:", "def test what"),
         ("async def test_who_waits() -> None:", "def test who"),
         ('"""tabby#380: the others continue."""', "tabby#38"),

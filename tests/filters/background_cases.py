@@ -26,8 +26,8 @@ C = FilterContext.make(4, [3])
 
 
 class Watch:
-    """Who is inside, and whether anybody came in beside them. The first one to come in stays until he is let out, or
-    for a while."""
+    """Record the callers inside, and whether anybody came in beside them. The first caller stays until he is let out,
+    or for a while."""
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -161,7 +161,7 @@ def test_work_that_has_not_begun_is_not_waited_for(method):
 
 
 def test_a_class_with_a_background_of_its_own_is_left_to_itself(pool):
-    """As exllamav2's base class has it, copied into a plugin: whose thread the future runs on is not known."""
+    """The class copies the background of exllamav2's base class: the thread of its future is not known."""
 
     class Own(Plugin):
         def background_next(self, pool):
@@ -221,7 +221,7 @@ def count_up(self, token):
 
 
 class Compiled:
-    """As compiled code: called and bound, but no function."""
+    """A callable that binds like compiled code, but is no function."""
 
     def __get__(self, instance, owner=None):
         return self if instance is None else lambda token: self(instance, token)

@@ -73,7 +73,7 @@ def test_formatrons_own_filter_runs_unmodified():
     pytest.importorskip("torch")
 
     class Tokenizer:
-        """The attributes formatron touches (spec 2.4): bytes as <0xHH> pieces, one EOS."""
+        """The attributes that formatron reads: bytes as <0xHH> pieces, one EOS."""
 
         eos_token_id = 256
         extended_id_to_piece = types.MappingProxyType({256: "</s>"})

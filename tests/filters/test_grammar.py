@@ -355,7 +355,7 @@ def test_a_schema_with_the_pair_that_tabby_users_wrote():
 
 @pytest.mark.parametrize("head", ["", "%llguidance {}\n", '%llguidance {"no_forcing": false}\n'])
 def test_no_forcing_goes_into_the_grammars_own_options(head):
-    """It used to be dropped in silence where the grammar had an options line, and every EBNF has one."""
+    """`no_forcing` joins the options line of a grammar, which every EBNF has."""
     for source in ({"lark": head + 'start: "yes" | "no"\n'}, {"ebnf": 'root ::= "yes" | "no"\n'}):
         f = ExLlamaV2GrammarFilter(None, VOCAB, no_forcing=True, **source)
         plain = ExLlamaV2GrammarFilter(None, VOCAB, regex="yes|no", no_forcing=True)

@@ -105,7 +105,7 @@ def integration(monkeypatch):
     package = types.ModuleType("exllamav2")
 
     class Tokenizer:
-        """The attributes that module touches (spec 2.4)."""
+        """The attributes that the module reads."""
 
         eos_token_id, bos_token_id, pad_token_id, unk_token_id = EOS, None, -1, None
         extended_id_to_piece = types.MappingProxyType({EOS: "</s>"})

@@ -157,7 +157,7 @@ def test_one_that_is_held_refuses_behind_one_that_is_not() -> None:
 
 @pytest.mark.covers("generators: stream-prefix-reuse")
 def test_the_three_kinds_share_a_cache() -> None:
-    """As scripts for exllamav2 do: whoever begins goes ahead; a stream left unfinished keeps nobody out."""
+    """The newest call goes ahead, as scripts for exllamav2 expect; a stream left unfinished keeps nobody out."""
     model, cache = parts()
     dynamic = on(model, cache)
     base = ExLlamaV2BaseGenerator(model, cache, TOKENIZER)

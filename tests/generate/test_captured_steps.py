@@ -99,7 +99,7 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
 
 
 def test_a_hook_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put in between two rounds: the step that is queued already was computed without it."""
+    """A hook put in between two steps: the step that is queued already was computed without it."""
     model, tokenizer = loaded()
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.flip(-1))

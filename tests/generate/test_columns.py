@@ -55,7 +55,7 @@ def split(columns: StepColumns) -> dict[int, tuple[str, list[int], int]]:
     for serial, count, text, flags in zip(
         columns.serials.tolist(), columns.counts.tolist(), columns.texts, columns.flags.tolist(), strict=True
     ):
-        assert serial not in found, "a job has two entries in a round"
+        assert serial not in found, "a job has two entries in a step"
         found[serial] = text, ids[:count], flags
         del ids[:count]
     assert set(columns.extra) <= set(found)

@@ -119,7 +119,7 @@ def test_a_captured_step_launched_early_changes_nothing(batch: int) -> None:
 
 
 def test_generators_that_share_a_model_take_turns() -> None:
-    """A round of each after the other, so that captured steps of the same size write over each other's logits."""
+    """One step of each in turn, so that captured steps of the same size write over each other's logits."""
     alone = [said(generator(), [job(at)]) for at in range(3)]
     made, results = [generator() for _ in alone], [[] for _ in alone]  # type: ignore[var-annotated]
     for at, one in enumerate(made):

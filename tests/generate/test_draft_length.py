@@ -87,7 +87,7 @@ def test_the_best_length_lies_between() -> None:
 
 
 def test_wide_steps_that_are_dear_are_avoided_where_narrow_ones_are_not() -> None:
-    """As on a GPU whose kernels take few rows for the price of one."""
+    """The cost is that of a GPU whose kernels take few rows for the price of one."""
     taken, _, _ = simulate(lambda _, k: 1.05 if k == 1 else 1.0 if k == 0 else 3.0, lambda _: 0.9, 2000)
     assert taken[-100:].count(1) > 90
 

@@ -298,8 +298,8 @@ def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int 
 
 
 @pytest.mark.covers("generators: job-overtaking")
-def test_a_waiting_prompt_costs_a_round_little_however_long_it_is() -> None:
-    """It is looked at in every round: not page by page."""
+def test_a_waiting_prompt_costs_a_step_little_however_long_it_is() -> None:
+    """The generator looks at it in every step, but not page by page."""
     generator = make(cache_tokens=4096, model_len=4096)
     generator.enqueue(job("abc", 1000))
     for _ in range(3):

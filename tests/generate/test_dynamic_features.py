@@ -119,7 +119,7 @@ def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> N
 @pytest.mark.parametrize("before", range(2, 18))
 @pytest.mark.covers("generators: page-publication", "generators: banned-strings")
 def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:
-    """exllamav2 went wrong where a banned string crosses a page (spec 3.12): here it fills one, from every place."""
+    """exllamav2 goes wrong where a banned string crosses a page: here it fills one, from every place."""
     ban, prompt = "abcdefghijklmnopqrstuvwx", "z" * before
     generator = make(says(ban, "the", after=before))
     one = job(prompt, 45, banned_strings=[ban])
@@ -274,7 +274,7 @@ def test_healing_chooses_the_best_of_the_ids_that_begin_alike(text: str) -> None
 @pytest.mark.parametrize("negative", ["no t", "a", "the quick"])
 @pytest.mark.covers("generators: healing", "generators: cfg-pairs")
 def test_healing_a_pair_takes_the_last_token_of_both_prompts_away(negative: str) -> None:
-    """As exllamav2 does (spec 3.5); one that has nothing before it cannot be healed."""
+    """Both prompts are healed, as in exllamav2; a prompt of one token cannot be healed."""
     from exl_generate.sampling import transforms
 
     generator, rows = make(), [ids("say t"), ids(negative)]

@@ -118,7 +118,7 @@ def test_a_job_that_has_begun_takes_no_page_of_before(model: ExLlamaV2, at: int)
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 def test_changes_while_jobs_take_turns_lose_nothing(seed: int) -> None:
-    """Of a model that says the same behind each of them, which fails where K/V of another context would be used."""
+    """The model says the same after each change, so a job that used K/V of another context would differ."""
     dice = random.Random(seed)
     made: Any = small.make(cache_tokens=128, max_batch_size=4)
     prompts = ["abcdefgh" * n for n in (1, 2, 3, 1, 4, 2)]
@@ -162,7 +162,7 @@ def test_unpublished_pages_stay_unnamed_after_a_change() -> None:
 def test_a_job_named_while_the_model_changes_finds_nothing_of_before(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread queues a job and is still naming its pages when a round in another meets a hook."""
+    """One thread queues a job and is still naming its pages when a step in another meets a hook."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
     model.modules[3] = hook
@@ -195,8 +195,8 @@ def test_a_job_named_while_the_model_changes_finds_nothing_of_before(
 
 
 def test_a_job_that_waits_again_takes_nothing_of_while_it_waited(model: ExLlamaV2) -> None:
-    """It never runs beside a hook, though another job of its prompt does while it waits for the second time, and fills
-    pages that had got their names before."""
+    """The job never runs beside a hook, though another job of its prompt does while it waits for the second time, and
+    fills pages that had got their names before."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
     spoken = []
@@ -230,7 +230,7 @@ def test_a_job_that_waits_again_takes_nothing_of_while_it_waited(model: ExLlamaV
 
 
 def test_a_resumed_job_does_not_depend_on_the_pages_left_of_it(model: ExLlamaV2) -> None:
-    """It gives way behind a hook that was put in while it ran, and its pages stay there or are taken by others."""
+    """The job yields to a hook that was put in while it ran, and its pages stay there or are taken by others."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
     spoken = []
@@ -272,7 +272,7 @@ def test_pages_of_a_job_whose_model_has_changed_begin_no_other_prompt() -> None:
 
 
 def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> None:
-    """Of two prompts of one job that go on alike; started again, names are those of anybody with this context."""
+    """Two prompts of one job go on alike; started again, names are those of anybody with this context."""
     made: Any = small.make(max_batch_size=2)
     pair = [small.ids("abcdefghijklmnop"), small.ids("ponmlkjihgfedcba")]
     one = ExLlamaV2DynamicJob(pair, 40, gen_settings=ExLlamaV2Sampler.Settings(top_k=1, cfg_scale=1.5))

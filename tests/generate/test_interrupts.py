@@ -81,7 +81,7 @@ class Odd(ExLlamaV2Filter):
 
 
 def jobs() -> list[ExLlamaV2DynamicJob]:
-    """Most of what a round does: guesses, bans, filters, pairs, healing, shares, prompts over several chunks."""
+    """A step with most of its parts: guesses, bans, filters, pairs, healing, shares, prompts over several chunks."""
     pair: Any = [ids("the fox"), ids("no")]
     return [
         job("abcabcabcabc", 9, gen_settings=WIDE, seed=1, banned_strings=["e", "ab"], return_probs=True),

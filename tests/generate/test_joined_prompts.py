@@ -1,4 +1,4 @@
-"""Prompts that one round computes go through the model together: how many passes, whose tokens, whose failure."""
+"""Prompts that one step computes go through the model together: how many passes, whose tokens, whose failure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_round_computes_no_more_than_its_budget() -> None:
 
 
 def test_tokens_whose_bits_do_not_depend_on_others_stay_among_themselves() -> None:
-    """As on a GPU: short prompts up to so many tokens, longer ones together."""
+    """Short prompts run together up to so many tokens, longer ones together, as on a GPU."""
     generator = make()
     generator.model.invariant_tokens = lambda loras: 12  # type: ignore[assignment, method-assign, misc]
     prompts = ["abc def abc", "hello there", "x" * 22, "qr", "z" * 24]
@@ -74,7 +74,7 @@ def test_adapters_part_them() -> None:
 
 
 def test_an_adapter_may_have_a_number_of_its_own() -> None:
-    """As on a GPU one that brings float matrices: no prompt under it is to be alike with company and without."""
+    """No prompt under such an adapter runs with others, as on a GPU with one that brings float matrices."""
     generator, adapter = make(), ScriptedLora(3)
     generator.model.invariant_tokens = lambda loras: 0 if loras else 12  # type: ignore[assignment, method-assign, misc]
     prompts = ["abc def abc", "hello there", "xyz, you", "ef hello"]

@@ -110,7 +110,7 @@ def test_cached_tokens_and_pages_are_those_of_the_prompt() -> None:
 
 @pytest.mark.covers("generators: result-statistics")
 def test_accepted_and_rejected_guesses_are_counted() -> None:
-    """Of a draft model that is right in all but every third place."""
+    """The draft model is right in all but every third place."""
     generator = speculate("model")
     draft: Any = generator.draft_model
 

@@ -93,7 +93,7 @@ def test_an_incomplete_character_at_the_end_is_handed_out_once(new: int, reason:
 
 
 def test_a_stop_string_that_began_in_text_handed_out_ends_the_job_there() -> None:
-    """As after a failure of a machine whose tokens were others."""
+    """The earlier run may have been on a machine whose tokens were others."""
     results = run(make(says("b", after=4)), job("abc", 9, resume_from=[A], stop_conditions=["ab"]))
     assert streamed_text(results) == ""
     assert results[-1]["full_completion"] == ""

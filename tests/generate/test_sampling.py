@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference, the spec's golden cases, and counted draws."""
+"""The sampler against a plain float64 reference, golden cases, and counted draws."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_a_thread_has_a_name_and_keeps_nothing_of_what_it_did() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """Those of its parent did not come along; a filter would be waited for for ever."""
+    """Threads of its parent do not come along; a filter would be waited for for ever."""
     code = """
 import os
 from exl_generate.dynamic.workers import filter_pool

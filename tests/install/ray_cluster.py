@@ -464,7 +464,7 @@ def test_a_node_with_other_versions_is_refused() -> None:
 
 
 def replace(cluster: Cluster, made: ServeConfig) -> None:
-    """As `exl serve ray --replace` after its check of the token, in another process."""
+    """Do what `exl serve ray --replace` does after its check of the token, in another process."""
     program = (
         "import sys, msgspec, ray\nfrom exl_serve.config.model import ServeConfig\nfrom exl_serve.ray import app\n"
         "ray.init(address=sys.argv[1], configure_logging=False)\n"

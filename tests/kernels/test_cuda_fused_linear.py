@@ -25,7 +25,7 @@ MANY_ROWS = (9, 32, 40, 64) if UNDER_A_TOOL else (9, 16, 17, 32, 33, 50, 64)
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """Of halves of either kind; -0 is not 0."""
+    """Compare the bits of halves of either kind; -0 is not 0."""
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
@@ -356,7 +356,7 @@ FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 
 @pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
 def test_matmuls_of_all_forms_read_gated_results(kind: str, activation: Any) -> None:
-    """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""
+    """Outputs are few, or so many that a block has three items of 64 at a time; gates far from zero, too."""
     group, n, perm = 32 if "32" in kind else 128, 8320, torch.randperm(K, generator=torch.Generator().manual_seed(5))
     if kind.startswith("exl2"):
         gate, up = (exl2(n, 5, 4, seed=i, perm=perm, group=group) for i in (1, 2))

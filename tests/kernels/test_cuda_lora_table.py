@@ -79,7 +79,7 @@ WIDTHS = (96, 34, 64)
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of halves; -0 is not 0."""
+    """Compare the bits of halves; -0 is not 0."""
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
@@ -198,7 +198,7 @@ def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: 
 @pytest.mark.parametrize("kind", ["one order", "own orders", "gptq act-order", "groups of 32", "gptq groups of 32"])
 @pytest.mark.parametrize("ranks", [(16, 1, 8, 5), (32, 16, 31, 17)])
 def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: int, ranks: tuple[int, ...]) -> None:
-    """Of three matrices, and of one with a residual, for every pair of sets; some sets and matrices have none."""
+    """Three matrices, and one with a residual, for every pair of sets; some sets and matrices have no adapter."""
     matrices, norm = qkv(kind), norm_of(torch.float32)
     for some in (matrices, matrices[2:]):
         matmul, normed = FusedLinear(some), FusedLinear(some, norm=norm)
@@ -245,7 +245,7 @@ def test_a_gated_matmul_adds_adapters_bitwise(rows: int, activation: Any, width:
 @pytest.mark.needs("bulk_copy")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_outputs_that_fill_no_tile_get_adapters(rows: int) -> None:
-    """Of three matrices side by side, each of half a tile more; the workspace is all ones behind the launches."""
+    """Three matrices side by side have half a tile more each; the workspace is all ones after the launches."""
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(7))
     widths = (520, 136, 24)
     matmul = FusedLinear([exl2(n, 4, 5, seed=i, perm=perm, bias=True) for i, n in enumerate(widths)])

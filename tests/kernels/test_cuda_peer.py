@@ -204,7 +204,7 @@ def test_two_gpus_gather_within_captured_graphs() -> None:
 def test_columns_are_stored_in_all_results(
     widths: list[int], wide: bool, rows: int, dtype: torch.dtype, steps: int
 ) -> None:
-    """Those of the last two stores; with marks and without. Columns of whole vectors are stored 16 bytes at once."""
+    """Compare the last two stores, with marks and without. Columns of whole vectors are stored 16 bytes at once."""
     widths = [width * (8 if wide else 2) for width in widths]
     count, begins = len(widths), begins_of(widths)
     results = PeerResults([GPU] * count, rows * begins[-1] * 4, rows * begins[-1] * 4 + 64)

@@ -487,7 +487,7 @@ def test_launches_are_collected_in_any_order() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "width", "size"), [(1, 50, 28), (1, 3000, 60), (3, 3000, 1028), (64, 9000, 300_000)])
 def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int, size: int) -> None:
-    """Of any size, and whatever the sampling before has queued."""
+    """Inputs have any size, and the sampling before may have queued anything."""
     logits = torch.randn(rows, width, device="cuda") * 4
     plans: list[dict[str, Any]] = [{"greedy": True}, {"top_p": 0.9}, {"typical": 0.9}, {"tfs": 0.9}]
     for plan in (Plan(size=width, **fields) for fields in plans):

@@ -47,7 +47,7 @@ class Stream:
 
 
 def fill(_: _native.SamplingWorkspace, rows: list[Row], *__: Any) -> SimpleNamespace:
-    """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
+    """Stand in for the native function: the bytes that a call needs, here as many as its masks have words."""
     needed = sum(0 if row.mask is None else len(row.mask) for row in rows)
     return SimpleNamespace(bytes=needed, count=len(rows))
 

@@ -210,7 +210,7 @@ def complaints() -> Iterator[Complaints]:
 
 
 def play(generator: ExLlamaV2DynamicGenerator, requests: list[Ask]) -> list[list[dict[str, Any]]]:
-    """Run requests as they arrive, cancelling some; results of each, pages checked after every round."""
+    """Run requests as they arrive, cancelling some; results of each, pages checked after every step."""
     jobs = [ask.job() for ask in requests]
     results: dict[ExLlamaV2DynamicJob, list[dict[str, Any]]] = {job: [] for job in jobs}
     for round_ in range(2000):

@@ -59,7 +59,7 @@ requests = st.tuples(
 def play(
     generator: ExLlamaV2DynamicGenerator, asks: list[tuple[int, int, str, int, int]]
 ) -> list[tuple[list[int], bytes]]:
-    """Tokens and logits of each request (prompt length, new tokens, style, seed, round of arrival)."""
+    """Tokens and logits of each request (prompt length, new tokens, style, seed, step of arrival)."""
     ids = generator.tokenizer.encode(TEXT * 3)
     jobs = [
         ExLlamaV2DynamicJob(
@@ -159,8 +159,8 @@ def test_output_is_bitwise_the_same_on_a_gpu(
 def test_company_and_guesses_show_in_no_bit_without_strict_mode(
     asks: list[tuple[int, int, str, int, int]], draft: str
 ) -> None:
-    """As a generator runs by default: prompts at once and of their own, up to the length (64 tokens before the last)
-    that goes through kernels whose rows do not depend on each other; steps of up to 64 rows."""
+    """A generator with defaults runs prompts at once and of their own, up to the length (64 tokens before the last)
+    that goes through kernels whose rows do not depend on each other, and steps of up to 64 rows."""
     generator = generator_for("pylib-4m-exl2-4.5", "ExLlamaV2Cache", 512, draft=draft, device="cuda:0")
     each = {ask[3]: ask for ask in asks}.values()
     apart = [(min(ask[0], 65), ask[1], ask[2], ask[3], ask[3]) for ask in each]

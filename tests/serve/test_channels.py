@@ -224,7 +224,7 @@ def test_a_cut_answer_reports_the_call_as_it_is() -> None:
 
 def test_time_is_linear() -> None:
     def seconds(size: int) -> float:
-        """Of the processor: other work of the machine does not count."""
+        """Return processor seconds: other work of the machine does not count."""
         family = families("hermes")[1]
         machine = family.machine(0, AUTO, "r")
         pieces = ["<tool_call>", '{"name": "clock", "arguments": {"a": "']

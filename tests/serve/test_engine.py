@@ -239,7 +239,7 @@ REASONS = {"stop_token": "stop_token", "stop_string": "stop_string", "max_new_to
 
 
 def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
-    """Of requests that run together, some with log-probabilities and some without."""
+    """Requests run together, some with log-probabilities and some without."""
     requests = [request(fable, sampling=Sampling(temperature=0.9), **fields) for fields in ASKED]
 
     async def work(engine: LocalEngine) -> list[Sink]:
@@ -269,8 +269,8 @@ def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
     assert idle(fable)
 
 
-def test_several_tokens_of_a_round_are_one_event(fable: EngineThread) -> None:
-    """Of a completion whose guesses hold."""
+def test_several_tokens_of_a_step_are_one_event(fable: EngineThread) -> None:
+    """The guesses of this completion hold."""
     asked = request(fable, "one two one two one two one two", max_tokens=200, logprobs=1, ignore_eos=True)
     thread = EngineThread(ModelConfig(id="guessing", path=fable.card.folder, device="cpu", ngram=True))
     thread.generator.drafter.length = AsAsked(thread.generator.num_draft_tokens)  # whatever it costs
@@ -534,7 +534,7 @@ def test_every_error_code_is_in_the_table() -> None:
 
 
 def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> None:
-    """As where it ends by itself while another thread stops it."""
+    """An engine may end by itself while another thread stops it."""
     made = Loaded(fable.generator, fable.card, None)
     thread = EngineThread(ModelConfig(id="again", path=fable.card.folder), loaded=made)
     thread.close()

@@ -319,7 +319,7 @@ def test_a_client_may_see_the_settings_of_its_request(http: httpx.Client) -> Non
 def test_a_request_that_the_engine_rejects_is_logged_with_its_status(
     server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no client that left, and no finished request."""
+    """The log counts no client that left, and no finished request."""
     assert server.state is not None
     lines: list[Any] = []
     counted: list[str] = []
@@ -468,7 +468,7 @@ def test_variables_of_a_template_do_not_change_how_it_is_rendered(http: httpx.Cl
 
 
 def test_a_rendered_prompt_without_utf8_is_refused() -> None:
-    """As templates make it that write tools, or calls."""
+    """Templates that write tools or calls make such prompts."""
     text = FolderText(str(bundled.default_model_dir()), "{{ messages[0].name }}")
     with pytest.raises(ServeError, match="surrogate") as error:
         asyncio.run(text.render([{"role": "user", "content": "x", "name": "\ud800"}], None, {}))
@@ -488,7 +488,7 @@ def test_a_schema_in_a_text_is_no_deeper_than_a_body(http: httpx.Client, deep: s
 
 @given(st.text(alphabet='{}[]"\\a', max_size=14))
 def test_depth_is_counted_outside_of_strings(text: str) -> None:
-    """As a reader does that goes through the text character by character."""
+    """Compare with a reader that goes through the text character by character."""
     depth = deepest = at = 0
     inside = False
     while at < len(text):

@@ -46,7 +46,7 @@ PARTS = (
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-"""As Qwen's own template writes images; the one of `write_tokenizer` takes only strings."""
+"""A template that writes images as Qwen's own does; the one of `write_tokenizer` takes only strings."""
 MEDIA = Media(max_images=3, max_bytes=100_000, max_pixels=40_000, max_request_pixels=60_000)
 
 

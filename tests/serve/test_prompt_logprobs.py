@@ -189,7 +189,7 @@ def scoring(fable: EngineThread) -> Iterator[httpx.Client]:
 
 
 def test_prompt_logprobs_of_both_apis(scoring: httpx.Client, fable: EngineThread) -> None:
-    """As vLLM shows them: the token itself and the most likely ones, by id, in the order of the prompt."""
+    """The answer is vLLM's: the token itself and the most likely ones, by id, in the order of the prompt."""
     body = {"prompt": TEXT, "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True, "n": 2, "seed": 1}
     answer = scoring.post("/v1/completions", json=body).json()
     ids = fable.generator.tokenizer.encode_ids(TEXT, add_bos=True)

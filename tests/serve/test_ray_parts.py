@@ -153,7 +153,7 @@ def test_labels_of_what_never_arrived_go() -> None:
 
 
 def test_a_late_report_does_not_hide_what_was_sent_meanwhile() -> None:
-    """Of a burst with one prefix, the holder gets what it can run at once, though it reports that it is idle."""
+    """The holder gets what it can run at once of a burst with one prefix, though it reports that it is idle."""
     now = [0.0]
     index = Index(256, clock=lambda: now[0])
     index.keep(["a", "b", "c"])

@@ -129,7 +129,7 @@ async def outcome(engine: RayEngine, request: EngineRequest) -> str:
 
 @pytest.mark.parametrize("way", ["breaks", "dies"])
 def test_a_request_that_ends_replicas_ends_two(way: str) -> None:
-    """Those that ended before they had the request are no sign against it: a cluster may lose several at once."""
+    """Replicas that ended before they had the request are no sign against it: a cluster may lose several at once."""
 
     async def steps() -> None:
         replicas = Replicas(way)

@@ -172,7 +172,7 @@ def test_completions_of_one_request_are_those_of_many(place: Place) -> None:
 
 
 def test_clients_that_run_together_get_their_own_tokens(place: Place) -> None:
-    """Of two clients, with answers of several completions and lengths that decode in the same steps."""
+    """Two clients have answers of several completions, and lengths that decode in the same steps."""
 
     async def work() -> None:
         async with place.client() as first, place.client() as second:

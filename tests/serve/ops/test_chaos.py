@@ -226,7 +226,7 @@ def test_errors_after_which_a_gpu_is_lost(text: str, lost: bool) -> None:
 
 
 def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was stopped: its requests would run for nobody."""
+    """Its requests would run for nobody: the worker may have been stopped."""
     monkeypatch.setattr(engine.host, "step_floor", lambda jobs: 0.02)
     worker = RawWorker(engine)
     assert isinstance(worker.submit(1, request()), wire.Accepted)

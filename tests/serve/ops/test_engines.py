@@ -74,7 +74,7 @@ def test_an_engine_whose_first_page_stays_half_written_is_ended(made: Made) -> N
 
 
 def test_an_engine_whose_page_is_not_there_ends_no_supervisor(made: Made) -> None:
-    """It removes its page when it ends, maybe before its first words are read."""
+    """An engine removes its page when it ends, maybe before its first words are read."""
     made.engines.step()
     assert not made.engines.is_stalled("m")
     writer = StatusWriter(made.page, b"0" * 16)  # it is watched once the page is there

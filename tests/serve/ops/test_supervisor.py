@@ -218,7 +218,7 @@ def test_the_supervisor_and_engines_accept_their_own_user_alone(
 
 
 def test_a_worker_whose_tokenizer_is_unread_can_be_stopped(tmp_path: Path) -> None:
-    """It has reported no model as ready, and requests that wait for the tokenizer are refused."""
+    """The worker has reported no model as ready, and requests that wait for the tokenizer are refused."""
     template = tmp_path / "template"
     os.mkfifo(template)  # the worker reads it until the test closes it
     model = ModelConfig(id="m", path=str(FOLDER), template=str(template), engine="free", device="cpu")

@@ -164,7 +164,7 @@ def test_a_model_that_is_being_unloaded_is_asked_again_later() -> None:
 
 
 def test_requests_that_wait_for_an_engine_end_with_it(tmp_path: Path) -> None:
-    """It is unloaded before it has answered the worker's first message."""
+    """The engine is unloaded before it has answered the worker's first message."""
 
     async def work(models: WorkerModels) -> None:
         ready = msgspec.structs.replace(told("a"), address=f"ipc://{tmp_path}/nobody")

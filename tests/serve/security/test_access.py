@@ -1,4 +1,4 @@
-"""Who may do what: keys, adapters' folders, tenants, pages of other sites."""
+"""Permissions: keys, adapters' folders, tenants, pages of other sites."""
 
 from __future__ import annotations
 

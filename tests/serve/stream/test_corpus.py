@@ -42,7 +42,7 @@ TOOLS = (
     ToolSpec("clock", "", {"type": "object", "properties": {}}),
 )
 SIGNS = re.compile(r"<[|/｜]?[\w▁|｜/=]+[|｜]?>|\[/?[A-Z_]+\]|```\w*|[{}\[\]()]|; |=|\n")
-"""Of all families' syntaxes: where a text may be cut badly."""
+"""Places of all families' syntaxes where a text may be cut badly."""
 
 
 def not_json(word: str) -> Any:

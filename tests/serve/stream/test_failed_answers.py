@@ -47,7 +47,7 @@ def test_a_worker_hears_when_to_ask_the_supervisor_again(wait: float | None) -> 
 
 
 def test_a_failed_response_claims_no_usage() -> None:
-    """It had generated tokens, which its usage would count as none."""
+    """The response had generated tokens, which its usage would count as none."""
     events = failed("responses", 408).last_chunks()
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["usage"] is None

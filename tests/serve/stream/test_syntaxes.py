@@ -320,7 +320,7 @@ def test_text_cannot_forge_a_marker_that_is_a_token() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_time_is_linear(form: str) -> None:
     def seconds(size: int) -> float:
-        """Of the processor: other work of the machine does not count."""
+        """Return processor seconds: other work of the machine does not count."""
         text = answer(form, "", "", [("get_weather", {"city": "x<y{z[ " * (size // 7)})])
         machine = family(form, True).machine(0, AUTO, "r")
         pieces = [text[i : i + 7] for i in range(0, len(text), 7)]

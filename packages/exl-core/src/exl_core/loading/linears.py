@@ -106,7 +106,7 @@ class LinearOptions:
     gptq_group_size: int | None = None
     device: str = "cpu"
     fine_scales: bool = False
-    """As of `QuantMatrix.from_exl2`."""
+    """Whether a GPU stores a scale for every 32 rows: `QuantMatrix.from_exl2`."""
 
 
 def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
