@@ -235,7 +235,7 @@ COMPLAINTS: dict[int, Complaint] = {
     29: Complaint(
         "Speculation loses output or changes it.",
         (
-            "test_engine.py::test_several_tokens_of_a_round_are_one_event",
+            "test_engine.py::test_several_tokens_of_a_step_are_one_event",
             "test_equality.py::test_a_few_random_requests",
             "tests/generate/test_dynamic_features.py::test_drafting_keeps_max_new_tokens_exact",
         ),

@@ -28,8 +28,8 @@ def test_counts_of_an_engine_go_on_when_it_is_started_again() -> None:
     metrics.engine("m", status(b"a", 14, 0.75, preemptions=2))
     metrics.engine("m", status(b"b", 3, 0.25, preemptions=1))
     assert {
-        'exl_rounds_total{model_name="m"} 17.0',
-        'exl_round_seconds_total{model_name="m"} 1.0',
+        'exl_steps_total{model_name="m"} 17.0',
+        'exl_step_seconds_total{model_name="m"} 1.0',
         'vllm:num_preemptions_total{model_name="m"} 3.0',
         'vllm:cache_config_info{block_size="256",model_name="m",num_gpu_blocks="8"} 1.0',
     } <= lines(metrics)

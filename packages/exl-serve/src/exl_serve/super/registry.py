@@ -41,8 +41,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
         ("model_name",),
         "vllm:spec_decode_num_accepted_tokens_total",
     ),
-    "exl_rounds_total": ("Generator steps", ("model_name",), None),
-    "exl_round_seconds_total": ("Seconds in generator steps", ("model_name",), None),
+    "exl_steps_total": ("Generator steps", ("model_name",), None),
+    "exl_step_seconds_total": ("Seconds in generator steps", ("model_name",), None),
     "exl_preemptions_total": (
         "Completions that gave up their pages for others and began again",
         ("model_name",),
@@ -231,7 +231,7 @@ class Metrics:
 
     def _count_steps(self, model: str, status: EngineStatus) -> None:
         """Add what an engine has counted since the last look; a new engine begins at 0."""
-        names = ("exl_rounds_total", "exl_round_seconds_total", "exl_preemptions_total")
+        names = ("exl_steps_total", "exl_step_seconds_total", "exl_preemptions_total")
         counts = (float(status.step), status.step_seconds, float(status.preemptions))
         boot, before = self._engines.get(model, (b"", ()))
         self._engines[model] = (status.boot, counts)
