@@ -101,7 +101,7 @@ pub struct Experts {
 pub enum SharedExpert<'a> {
     /// None, though the layer may have one.
     Absent,
-    /// That of the layer's own shared expert.
+    /// The layer's own shared expert.
     Own,
     /// The given one, [rows, hidden].
     Given(&'a [f32]),

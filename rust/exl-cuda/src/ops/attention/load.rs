@@ -20,8 +20,8 @@ pub(super) struct Load {
 
 /// Most splits of a sequence of half pages up to which `attention_long` runs wherever clusters cannot.
 const SHORT_SPLITS: usize = 4;
-/// The same for heads of 128 elements; with at most [`FEW_QUERIES`] query heads a key head the last. Beyond, joining the splits of a head bounds
-/// the kernel.
+/// Most splits with heads of 128 elements: in general, and with at most [`FEW_QUERIES`] query heads a key head. Beyond, joining the splits of a
+/// head bounds the kernel.
 const MOST_SPLITS: [usize; 2] = [16, 64];
 /// Query heads of a key head up to which joining costs little beside reading keys.
 const FEW_QUERIES: usize = 4;

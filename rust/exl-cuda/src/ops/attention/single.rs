@@ -19,9 +19,9 @@ const FEW_DIMS: [usize; 3] = [64, 128, 256];
 /// Heads that a kernel takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Heads {
-    /// Of this dimension.
+    /// Heads of this dimension.
     Whole(usize),
-    /// Of any multiple of 16 between 64 and 128, padded with zeros to 128 in shared memory; up to eight query heads a key head.
+    /// Heads of any multiple of 16 between 64 and 128, padded with zeros to 128 in shared memory; up to eight query heads a key head.
     Padded,
 }
 

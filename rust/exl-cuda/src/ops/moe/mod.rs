@@ -110,7 +110,7 @@ pub struct Experts {
     inner_stride: usize,
     /// The matmul of gate and up, and that of down.
     matmuls: [Matmul; 2],
-    /// Those that the card has kernels and shared memory for.
+    /// Forms that the card has kernels and shared memory for.
     forms: Vec<Form>,
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
@@ -143,7 +143,7 @@ pub struct Call {
     pub out: usize,
     pub rows: usize,
     pub chosen: usize,
-    /// As `elementwise` numbers them.
+    /// Number of the activation, as in `elementwise`.
     pub activation: i32,
 }
 

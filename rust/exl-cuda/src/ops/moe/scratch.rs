@@ -20,7 +20,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Of `pairs` pairs whose packed inputs have `columns` columns: of `x` rows, for gate and up together, and of `inner` rows.
+    /// Memory of `pairs` pairs whose packed inputs have `columns` columns: of `x` rows, for gate and up together, and of `inner` rows.
     pub fn of(pairs: usize, columns: usize, x: usize, inner: usize, hidden: usize) -> Self {
         let whole = |bytes: usize| bytes.next_multiple_of(16);
         Self {

@@ -27,7 +27,7 @@ pub struct NormPrologue {
     pub weight: Tensor,
     pub eps: f32,
     pub offset: f32,
-    /// Of a LayerNorm.
+    /// Bias of a LayerNorm.
     pub bias: Option<Tensor>,
     pub layer: bool,
 }

@@ -229,7 +229,7 @@ impl RefusedKernel {
         }
     }
 
-    /// Of a kernel that takes only `what`.
+    /// The reason of a kernel that takes only `what`.
     fn takes(kernel: impl Into<String>, what: &str) -> Self {
         Self::new(kernel, format!("it takes {what}"))
     }

@@ -314,7 +314,7 @@ pub struct Results {
     pub residual: usize,
     /// Outputs of the matrices, even; 0 for absent ones.
     pub widths: [usize; 3],
-    /// Of two matrices: the activation of the first, by which the second is multiplied.
+    /// With two matrices: the activation of the first, by which the second is multiplied.
     pub gate: Option<Activation>,
 }
 

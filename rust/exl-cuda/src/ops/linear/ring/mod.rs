@@ -28,9 +28,9 @@ pub struct Norm {
     /// `[in_features]` FP32, aligned to 16 bytes.
     pub weight: usize,
     pub eps: f32,
-    /// Of an RMS norm.
+    /// Added to the weight of an RMS norm.
     pub offset: f32,
-    /// Of a LayerNorm, like the weight, or 0.
+    /// Bias of a LayerNorm, stored like the weight, or 0.
     pub bias: usize,
     pub layer: bool,
 }

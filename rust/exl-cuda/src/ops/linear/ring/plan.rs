@@ -122,7 +122,7 @@ pub struct Plan {
     pub(super) task: Task,
     pub(super) shared: usize,
     pub(super) deal: Deal,
-    /// Of adapters.
+    /// How adapters are staged.
     pub(super) staging: Staging,
 }
 

@@ -22,7 +22,7 @@ pub enum Planned {
     Direct(Box<few::Plan>),
     Batch(Box<batch::Planned>),
     Tile(Tile),
-    /// Of calls that have no launch.
+    /// A call without a launch.
     None,
 }
 

@@ -38,7 +38,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// As reports name it.
+    /// Name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Single => "experts_route",
@@ -209,7 +209,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// As reports name it.
+    /// Name in reports.
     pub const fn name(&self) -> &'static str {
         match self.kernel {
             Some(kernel) => kernel.name(),

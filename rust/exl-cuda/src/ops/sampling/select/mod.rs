@@ -85,7 +85,7 @@ pub struct Planned {
     pub(super) threads: u32,
     /// Bytes of dynamic shared memory of a block.
     pub(super) shared: u32,
-    /// It may begin while the launch before it ends, if the caller allows it.
+    /// The launch may begin while the one before it ends, if the caller allows it.
     pub(super) overlaps: bool,
 }
 
