@@ -41,9 +41,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_n: int = 8
     #: choices of all prompts of a text completion together
     max_choices: int = 64
-    #: of a JSON schema or a grammar
+    #: bytes of a JSON schema or a grammar
     max_schema_bytes: int = 256 << 10
-    #: of a pattern
+    #: bytes of a pattern
     max_regex_bytes: int = 8 << 10
     #: open connections of an API process
     max_connections: int = 4096
@@ -58,9 +58,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     header_seconds: float = 10.0
     #: seconds that an idle connection stays open
     keep_alive_seconds: float = 75.0
-    #: of each model; None: 8 times its max_batch_size
+    #: requests in the queue of each model; none: 8 times its max_batch_size
     max_queued_requests: int | None = None
-    #: of each model; None: what `target_ttft` seconds of its prefill rate are
+    #: prompt tokens in the queue of each model; none: what `target_ttft` seconds of its prefill rate are
     max_queued_prompt_tokens: int | None = None
 
 
@@ -85,7 +85,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origins: tuple[str, ...] = ()
     #: host names besides loopback ones that requests may name in Host when bound to loopback
     allowed_hosts: tuple[str, ...] = ()
-    #: addresses and networks of proxies whose `X-Forwarded-For` is believed, "unix" for those of a Unix socket; limits
+    #: addresses and networks of proxies whose `X-Forwarded-For` is trusted, "unix" for those of a Unix socket; limits
     #: per address then hold for the clients behind them
     trusted_proxies: tuple[str, ...] = ()
     #: reject unknown fields instead of naming them in a header
@@ -230,13 +230,13 @@ class Otel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images of requests, which are `data:` URLs: nothing is fetched."""
 
-    #: of a request
+    #: images of a request
     max_images: int = 20
-    #: of an image file
+    #: bytes of an image file
     max_bytes: int = 20 << 20
-    #: of an image
+    #: pixels of an image
     max_pixels: int = 1 << 26
-    #: of all images of a request
+    #: pixels of all images of a request
     max_request_pixels: int = 1 << 27
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -35,6 +35,8 @@ path = "models/llama-8b-4.0bpw"
 cache = "q8"
 cache_tokens = 65536
 ```
+
+The default `none` is what a key means that the file leaves out; TOML has no such value.
 
 After SIGHUP a running server takes over keys, limits, the log level and models that were added or removed, and logs
 what else has changed and needs a restart.
@@ -78,9 +80,18 @@ def _shown(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _type(kind: Any) -> str:
-    text = kind.__name__ if isinstance(kind, type) and "[" not in str(kind) else str(kind)
-    text = text.replace("typing.", "").replace(", ...", "").replace("Literal", "one of ").replace("|", "or")
-    return text.replace("tuple[str]", "list of strings").replace("NoneType", "none").replace("None", "none")
+    """Return a type by the words of TOML."""
+    names = {str: "string", int: "integer", float: "float", bool: "boolean"}
+    if kind in names:
+        return names[kind]
+    of = get_args(kind)
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{value}"`' for value in of)
+    if get_origin(kind) is tuple:
+        return f"list of {_type(of[0])}s"
+    if get_origin(kind) is dict:
+        return "table" if of[1] is Any else f"table of {_type(of[1])}s"
+    return " or ".join(_type(one) for one in of if one is not type(None))
 
 
 def _comments(kind: Any) -> dict[str, str]:
