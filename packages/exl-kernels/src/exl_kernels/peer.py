@@ -104,7 +104,7 @@ class ExchangeBuffers:
             _gone.append(self._buffers)
 
     def begin_step(self, gpu: int) -> None:
-        """Queue the beginning of a step of a GPU on its current stream."""
+        """Queue the beginning of a step of the GPU number `gpu` on its current stream."""
         self.steps[gpu].add_(1)
 
     def gather(
@@ -181,7 +181,12 @@ class ExchangeBuffers:
 
 
 def peer_result_bytes(even: int, odd: int) -> int:
-    """Return the bytes of the results of a GPU in `PeerResults`; arguments as there."""
+    """Return the bytes of the results of a GPU in `PeerResults`.
+
+    Args:
+        even: bytes of the largest result of a store of an even number.
+        odd: the same of odd numbers.
+    """
     return _up(even) + _up(odd)
 
 
@@ -250,7 +255,7 @@ class PeerResults:
             _gone.append([*self._results, *self._marks])
 
     def begin_step(self, gpu: int) -> None:
-        """Queue the beginning of a step of a GPU on its current stream."""
+        """Queue the beginning of a step of the GPU number `gpu` on its current stream."""
         self._marked = True
         self._steps[gpu].add_(1)
 
@@ -311,7 +316,7 @@ class PeerResults:
         return [begin // per for begin in begins]
 
     def result_of(self, gpu: int, number: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the result [rows, columns] of a store on a device."""
+        """Return the result of the store `number` on the device number `gpu`, [rows, columns] of `dtype`."""
         # Cached: making a view costs host time in every store.
         key = (gpu, number % 2, rows, columns, dtype)
         view = self._views.get(key)

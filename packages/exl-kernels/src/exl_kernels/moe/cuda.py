@@ -40,7 +40,13 @@ KEPT_ARRIVALS = 64
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
-    """Return why `GroupedExperts` does not support these experts, `chosen` of them a row; None where it does."""
+    """Return why `GroupedExperts` does not support these experts; None where it does.
+
+    Args:
+        experts: gate, up and down of each expert.
+        activation: kind of activation.
+        chosen: experts a row.
+    """
     for number, parts in enumerate(experts):
         for matrix in parts:
             if not isinstance(matrix, CudaQuantMatrix):
@@ -171,7 +177,11 @@ def expert_router(
 ) -> ExpertRouter | None:
     """Return the kernel of a router's matrix; None where no kernel routes (`RouterPlan.refused`).
 
-    Arguments as for `ExpertRouter`.
+    Args:
+        matrix: the router's matrix.
+        chosen: experts a row.
+        normalize: scale the weights to sum 1.
+        jitter: sparse mixing as in Phi-3.5-MoE, or None.
     """
     if _refusal_of_router(matrix, chosen) is not None:
         return None
@@ -180,6 +190,10 @@ def expert_router(
 
 class GroupedExperts:
     """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ.
+
+    Args:
+        experts: gate, up and down of each expert, on one GPU.
+        activation: kind of activation.
 
     Raises:
         UnsupportedError: `why_apart` names a reason.
@@ -211,7 +225,10 @@ class GroupedExperts:
         return self.plan(rows, chosen, invariant).shares
 
     def plan(self, rows: int, chosen: int, invariant: bool | None) -> _native.ExpertsPlan:
-        """Return the plan of a call, as `selection.Card.plan_experts`; `invariant` as for the call."""
+        """Return the plan of a call of `rows` rows with `chosen` experts each, as `selection.Card.plan_experts`.
+
+        invariant: as for the call.
+        """
         key = rows, chosen, row_invariant() if invariant is None else invariant
         plan = self._plans.get(key)
         if plan is None:
