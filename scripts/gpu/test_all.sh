@@ -74,11 +74,11 @@ if has memcheck; then (unset EXL_CUDA_IMAGES; run_tool memcheck "$tests" 30 5) &
 unset EXL_CUDA_IMAGES
 if has kernels; then run_tests kernels "$tests" -n 9 --dist worksteal tests/kernels & fi
 if has rest; then
-  run_tests rest "$tests" -n 5 --dist loadfile tests/core tests/generate tests/golden tests/properties --ignore $devices --ignore $errors &
+  run_tests rest "$tests" -n 5 --dist loadfile tests/core tests/generate tests/golden tests/properties --ignore $devices --ignore tests/core/test_cuda_tp_processes.py --ignore $errors &
 fi
 if has errors; then run_tests errors "$tests" $errors & fi
 if has two && [ ${#gpus[@]} -gt 1 ]; then
-  run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py tests/kernels/test_cuda_peer.py &
+  run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_tp_processes.py tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py tests/kernels/test_cuda_peer.py &
 fi
 wait
 if has kernels; then
