@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from exl_serve.api import limits
-from exl_serve.config.model import ModelConfig
+from exl_serve.api.__main__ import end_requests
+from exl_serve.api.app import create_app
+from exl_serve.api.state import AppState, Caller
+from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.metrics import NoMeter
 from exl_serve.stream import answer_queue
 from exl_serve.testing.local import EngineThread
-from exl_serve.testing.server import LiveServer
+from exl_serve.testing.server import LiveServer, LocalHandle, LocalModels
 from exl_serve.testing.waiting import HANG_SECONDS, until
 
 MESSAGES = [{"role": "user", "content": "hm"}]
@@ -67,6 +72,46 @@ def test_a_stream_that_nobody_reads_ends(scripted: EngineThread, monkeypatch: py
         log.removeHandler(lines)
     assert meter.names.count("exl_stalled_streams_total") == 1
     assert lines.texts == []
+
+
+def test_a_large_answer_waits_for_its_client_after_each_part(scripted: EngineThread) -> None:
+    """Connections with TLS take whatever they are given, and do not tell how much of it nobody has read."""
+    body = SCORED | {"max_tokens": 300}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"host", b"127.0.0.1")],
+        "client": ("127.0.0.1", 1),
+    }
+    sizes: list[int] = []
+
+    async def ask() -> None:
+        handle = LocalHandle(scripted, ModelConfig(id="scripted", path=scripted.card.folder))
+        state = AppState(ServeConfig(), LocalModels([handle]), NoMeter(), lambda scope, needed: Caller())
+        bodies = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive() -> Any:
+            return next(bodies, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sizes.append(len(message.get("body", b"")))
+            if len(sizes) > 3:
+                unread.set()
+                await asyncio.Event().wait()
+
+        unread = asyncio.Event()
+        task = asyncio.ensure_future(create_app(state)(scope, receive, send))
+        try:
+            async with asyncio.timeout(HANG_SECONDS):
+                await unread.wait()
+            await end_requests([task])
+        finally:
+            await handle.close()
+
+    asyncio.run(ask())
+    assert len(sizes) == 4
+    assert sum(sizes) < 256 << 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
