@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from held import Held
 
 from exl_serve.api import limits
 from exl_serve.api.__main__ import end_requests
@@ -71,6 +72,37 @@ def test_a_stream_that_nobody_reads_ends(scripted: EngineThread, monkeypatch: py
         live.close()
         log.removeHandler(lines)
     assert meter.names.count("exl_stalled_streams_total") == 1
+    assert lines.texts == []
+
+
+def test_a_client_that_leaves_with_another_request_behind_ends_its_stream(
+    scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, lines, logs = Counting(), Lines(), [logging.getLogger(name) for name in ("uvicorn.error", "exl_serve")]
+    held = Held(scripted, monkeypatch, steps=5)
+    model = ModelConfig(id="scripted", path=scripted.card.folder, device="cpu", engine="free")
+    live = LiveServer({"scripted": scripted}, [model], meter=meter)
+    for log in logs:
+        log.addHandler(lines)
+    try:
+        place = urlsplit(live.url)
+        body = json.dumps({"model": "scripted", "messages": MESSAGES, "max_tokens": 900, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection((place.hostname or "", place.port or 0)) as client:
+            client.sendall(2 * (head.encode() + body))
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+        def left() -> bool:
+            held.steps += 1  # a write tells that the client has left
+            return "exl_disconnects_total" in meter.names
+
+        until(left)
+        held.release()
+        until(lambda: not scripted.generator.num_remaining_jobs())
+    finally:
+        live.close()
+        for log in logs:
+            log.removeHandler(lines)
     assert lines.texts == []
 
 
