@@ -25,7 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LARGE_BODY = 1 << 16
 """A body of more bytes is parsed in another thread, so that the streams of other requests go on."""
 PART_BYTES = 1 << 16
-"""What is written at once is sent in such parts: each waits until the client has read most of those before it."""
+"""A write is sent in such parts. Each waits until the client has read most of those before it."""
 _encoder = msgspec.json.Encoder()
 
 
