@@ -181,6 +181,11 @@ class _Server(uvicorn.Server):
         """Whether a part of an answer waits for its client."""
         return any(one.transport.get_write_buffer_size() for one in self.server_state.connections)
 
+    def is_closing(self) -> bool:
+        """Whether a connection whose requests are answered is still open, once the server has ended."""
+        connections: Any = self.server_state.connections  # all of the class that `guarded` returns
+        return any(one.cycle is None or one.cycle.response_complete for one in connections)
+
     def end(self) -> None:
         """Accept no more connections, and end once the open ones are done."""
         self.should_exit = True
@@ -237,7 +242,7 @@ async def _drain(stopping: asyncio.Event, server: _Server, state: AppState) -> N
     server.end()
     await asyncio.sleep(0.2)
     # TLS does not say what it has still to send; its connections close once they have sent it.
-    while server.server_state.connections and time.monotonic() < until:
+    while server.is_closing() and time.monotonic() < until:
         await asyncio.sleep(0.05)
     server.force_exit = True
 
