@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,27 @@ def check_drain(server: Served) -> None:
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(SECONDS) == 0
     assert gone(everything)
+
+
+def test_a_drain_waits_until_a_slow_client_has_read_its_answer(served: Callable[..., Served], tmp_path: Path) -> None:
+    server = served(*configured(tmp_path, "drain.delay = 0.1")).up()
+    place = httpx.URL(server.url)
+    body = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "logprobs": 20, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.host}\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((place.host, place.port))
+        client.sendall(head.encode() + body)
+        answer = client.recv(1000)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: '"code":"draining"' in server.complete().text)
+        time.sleep(1.0)  # a worker without answers ends earlier
+        while part := client.recv(1 << 20):
+            answer += part
+    head, _, text = answer.decode().partition("\r\n\r\n")
+    assert f"content-length: {len(text.encode())}" in head
+    assert server.process.wait(SECONDS) == 0
+    assert "Traceback" not in server.log
 
 
 @pytest.mark.full

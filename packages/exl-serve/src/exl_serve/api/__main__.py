@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -118,6 +119,8 @@ async def serve_worker(start: link.WorkerStart) -> None:
     await server.serve([listener])
     for task in tasks:
         task.cancel()
+    for one in list(server.server_state.connections):
+        one.transport.abort()
     await end_requests(server.server_state.tasks)
     await state.media.close()
     if state.content is not None:
@@ -128,11 +131,17 @@ async def serve_worker(start: link.WorkerStart) -> None:
 
 
 async def end_requests(tasks: Collection[asyncio.Task[None]]) -> None:
-    """End the requests that a forced exit has left, so that the content log and traces have them."""
-    for task in tasks:
+    """End the requests that a forced exit has left, so that the content log and traces have them.
+
+    Those whose connections are cut end by themselves.
+    """
+    left = set(tasks)
+    if left:
+        _, left = await asyncio.wait(left, timeout=CANCEL_SECONDS)
+    for task in left:
         task.cancel()
-    if tasks:
-        await asyncio.wait(list(tasks), timeout=CANCEL_SECONDS)
+    if left:
+        await asyncio.wait(left, timeout=CANCEL_SECONDS)
 
 
 async def _tell_ready(models: WorkerModels, connection: Link) -> None:
@@ -167,6 +176,15 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
+
+    def is_writing(self) -> bool:
+        """Whether a part of an answer waits for its client."""
+        return any(one.transport.get_write_buffer_size() for one in self.server_state.connections)
+
+    def is_closing(self) -> bool:
+        """Whether a connection whose requests are answered is still open, once the server has ended."""
+        connections: Any = self.server_state.connections  # all of the class that `guarded` returns
+        return any(one.cycle is None or one.cycle.response_complete for one in connections)
 
     def end(self) -> None:
         """Accept no more connections, and end once the open ones are done."""
@@ -215,14 +233,17 @@ async def _drain(stopping: asyncio.Event, server: _Server, state: AppState) -> N
         if not generation.started:
             generation.fail(refusal)
     timeout = state.config.drain.timeout
-    until = None if timeout < 0 else time.monotonic() + timeout
-    while state.running and (until is None or time.monotonic() < until):
+    until = math.inf if timeout < 0 else time.monotonic() + timeout
+    while (state.running or server.is_writing()) and time.monotonic() < until:
         await asyncio.sleep(0.05)
     for generation in list(state.running):
         generation.fail(refusal)
     # Until here new requests were refused with 503: a closed socket would leave them in the supervisor's backlog.
     server.end()
     await asyncio.sleep(0.2)
+    # TLS does not say what it has still to send; its connections close once they have sent it.
+    while server.is_closing() and time.monotonic() < until:
+        await asyncio.sleep(0.05)
     server.force_exit = True
 
 

@@ -24,6 +24,8 @@ __all__ = ["Call", "Endpoint", "error_response", "send_json"]
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LARGE_BODY = 1 << 16
 """A body of more bytes is parsed in another thread, so that the streams of other requests go on."""
+PART_BYTES = 1 << 16
+"""A write is sent in such parts. Each waits until the client has read most of those before it."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -178,7 +180,11 @@ class Call:
 
     async def write(self, data: bytes, *, more: bool) -> None:
         """Send a part of the body; `more`: further parts follow."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        for begin in range(0, len(data) or 1, PART_BYTES):
+            end = begin + PART_BYTES
+            await self._send(
+                {"type": "http.response.body", "body": data[begin:end], "more_body": more or end < len(data)}
+            )
 
     async def answer(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
         """Send a JSON answer."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from exl_serve.api.forwarded import TrustedProxies
 from exl_serve.api.state import Meter
@@ -86,6 +86,8 @@ class _Guarded(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         #: looks whether the client reads
         self._looking: asyncio.TimerHandle | None = None
+        #: the request that is being answered; `cycle` is the last one that came
+        self._answering: RequestResponseCycle | None = None
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
         self._body_began = 0.0
@@ -123,6 +125,9 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self._looking is not None:
             self._looking.cancel()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True  # uvicorn marks `cycle` only
+            self._answering.message_event.set()
         while self._counted:
             self._forget_first()
         super().connection_lost(exc)
@@ -185,6 +190,10 @@ class _Guarded(HttpToolsProtocol):
         self._asked = True
         self._body_began = self.loop.time()
         self._arm(min(1.0, self.limits.body_seconds), self._body_check)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)

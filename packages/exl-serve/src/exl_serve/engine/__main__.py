@@ -22,7 +22,7 @@ from exl_serve.config.model import Limits, ModelConfig, Qos
 
 __all__ = ["EngineStart", "main"]
 
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0001
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,8 @@ def _serve(start: EngineStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
-    # The engine's thread waits at most so long for threads that compile grammars or read adapters.
+    # A step releases the interpreter dozens of times, and each time waits so long for a thread that compiles a
+    # grammar or reads an adapter.
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
