@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,37 +37,52 @@ from exl_core.layers import (
     PositionEmbedding,
 )
 from exl_kernels import _native
-from exl_kernels.formats import Exl2Parts, GptqFormat, GptqParts
+from exl_kernels.formats import Exl2Parts, GptqFormat, GptqParts, exl2_groups
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 
 GROUP = 128
-HEAD_BITS = 6
+HEAD_PLAN = "1:6b_128g"
 WEIGHT_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How matrices are stored: "exl2" with (first width, rest) of each part, or "gptq" at 4 bits.
+    """How matrices are stored: "exl2" with the plan of each part (as for `formats.exl2_groups`), or "gptq" at 4 bits.
 
     fine_scales: as matrices are that share launches with groups of fewer than 128 rows.
     """
 
     name: str
     format: str
-    widths: dict[str, tuple[int, int]]
+    plans: dict[str, str]
     fine_scales: bool = False
-
-
-def _exl2(name: str, gate: tuple[int, int], rest: tuple[int, int]) -> Recipe:
-    return Recipe(name, "exl2", {"": rest, "mlp.gate_proj": gate})
 
 
 # The first groups of a matrix are one bit wider, gate differs from up: as in the reference's files.
 RECIPES = {
-    "4.0": _exl2("4.0", (4, 4), (5, 4)),
-    "4.0-32g": replace(_exl2("4.0-32g", (4, 4), (5, 4)), fine_scales=True),
-    "3.0": _exl2("3.0", (4, 3), (4, 3)),
+    "4.0": Recipe("4.0", "exl2", {"": "0.125:5b_128g/0.875:4b_128g", "mlp.gate_proj": "1:4b_128g"}),
+    "4.0-32g": Recipe("4.0-32g", "exl2", {"": "0.125:5b_32g/0.875:4b_32g", "mlp.gate_proj": "1:4b_32g"}),
+    # The rows of the converter's table that most layers of a Llama 8B take at 4.0 bits.
+    "4.0-file": Recipe(
+        "4.0-file",
+        "exl2",
+        {
+            "": "1:4b_64g",
+            "self_attn.v_proj": "1:4b_32g",
+            "mlp.gate_proj": "1:4b_128g",
+            "mlp.up_proj": "1:4b_32g",
+            "mlp.down_proj": "0.05:8b_32g/0.95:4b_128g",
+            "w1": "1:4b_128g",
+            "w3": "1:4b_32g",
+            "w2": "0.05:8b_32g/0.95:4b_128g",
+            "gate_proj": "1:4b_128g",
+            "up_proj": "1:4b_32g",
+            "down_proj": "0.05:8b_32g/0.95:4b_128g",
+        },
+        fine_scales=True,
+    ),
+    "3.0": Recipe("3.0", "exl2", {"": "0.125:4b_128g/0.875:3b_128g"}),
     "gptq4": Recipe("gptq4", "gptq", {}),
 }
 
@@ -80,22 +96,19 @@ def _codes(rows: int, n: int, width: int) -> Tensor:
     return random_codes(rows, n, width, np.random.Generator(np.random.SFC64(int(torch.randint(2**31, ())))))
 
 
-def exl2_tensors(k: int, n: int, widths: tuple[int, int], order: Tensor) -> dict[str, Tensor]:
-    """The five tensors of a matrix [k, n]: its first eighth of K at widths[0] bits, the rest at widths[1]. order: the
-    permutation of K."""
-    count = -(-k // GROUP)
-    wide = max(1, count // 8)
-    bits = [widths[0]] * wide + [widths[1]] * (count - wide)
-    starts, scales, words = [], [], 0
-    for width in bits:
-        starts += [width, words]
-        words += GROUP * width // 32
-        scales.append(256 * WEIGHT_STD / ((2.0**width) / 12**0.5 * 108.5))
+def exl2_tensors(k: int, n: int, plan: str, order: Tensor) -> dict[str, Tensor]:
+    """The five tensors of a matrix [k, n] whose groups follow `plan`. order: the permutation of K."""
+    starts, scales, codes, first = [], [], [], 0
+    for width, groups in groupby(exl2_groups(plan, k), lambda group: group.bits):
+        rows = [group.rows for group in groups]
+        for held in rows:
+            starts += [width, first]
+            first += held * width // 32
+            scales.append(256 * WEIGHT_STD / ((2.0**width) / 12**0.5 * 108.5))
+        codes.append(_codes(sum(rows), n, width))
     return {
-        "q_weight": torch.cat(
-            [_codes(GROUP * held, n, width) for width, held in zip(widths, (wide, count - wide), strict=True)]
-        ),
-        "q_scale": _words(count, n // 8),
+        "q_weight": torch.cat(codes),
+        "q_scale": _words(len(scales), n // 8),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
         "q_invperm": order,
@@ -260,9 +273,8 @@ class _Weights:
     def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], Literal["exl2", "gptq"]]:
         if self._recipe.format != "exl2" and part != "head":
             return gptq_tensors(k, n), "gptq"
-        widths = self._recipe.widths.get(part, self._recipe.widths.get("", (4, 4)))
-        widths = (HEAD_BITS, HEAD_BITS) if part == "head" else widths
-        return exl2_tensors(k, -(-n // 32) * 32, widths, self._order_of(part, k)), "exl2"
+        plan = HEAD_PLAN if part == "head" else self._recipe.plans.get(part, self._recipe.plans.get("", "1:4b_128g"))
+        return exl2_tensors(k, -(-n // 32) * 32, plan, self._order_of(part, k)), "exl2"
 
     def _order_of(self, part: str, k: int) -> Tensor:
         """q, k and v share one permutation, gate and up another: as in the reference's files."""
