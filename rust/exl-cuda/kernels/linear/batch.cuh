@@ -29,7 +29,7 @@ struct Batch : BatchFinish<N, true> {
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N, HALF_BYTES = X_BYTES / 2;
   // Whether half units of activations have a ring of their own.
   static constexpr bool HALVES = N > STAGED_COLUMNS;
-  // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
+  // A unit's row in the block's table: {offset, bytes, widths | number << WIDTHS_BITS}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 
   // Set-up by the streaming warp: barriers and tables.
@@ -58,7 +58,7 @@ struct Batch : BatchFinish<N, true> {
         uint32_t* row = reinterpret_cast<uint32_t*>(memory + p.part[m].units_at + i * ROW);
         row[0] = unit.x;
         row[1] = __ldg(&units[1].x) - unit.x;
-        row[2] = unit.y | u << 16;
+        row[2] = unit.y | u << WIDTHS_BITS;
       }
     __syncwarp();
   }
@@ -96,7 +96,7 @@ struct Batch : BatchFinish<N, true> {
     if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.y, bar, policy);
   }
   DEVICE void copy_activations(int i, uint32_t to, uint32_t bar, uint64_t policy) const {
-    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * ROW + 8) >> 16;
+    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * ROW + 8) >> WIDTHS_BITS;
     copy_to_shared(to, p.x + (size_t)u * X_BYTES, X_BYTES, bar, policy);
   }
   DEVICE void copy_staged_activations(int i, Turn turn, uint64_t policy) const {
@@ -152,7 +152,7 @@ struct Batch : BatchFinish<N, true> {
     for (int block = first; block < p.shares; block += step)
 #pragma unroll 1
       for (int h = 0; h < 2 * own; h++, turn.advance(p.half_slots)) {
-        const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(h / 2 * ROW + 8) >> 16, bar = present + turn.slot * 8;
+        const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(h / 2 * ROW + 8) >> WIDTHS_BITS, bar = present + turn.slot * 8;
         barrier_wait(released(turn.slot), turn.phase ^ 1);
         barrier_expect(bar, HALF_BYTES);
         copy_to_shared(base + p.x_at + turn.slot * HALF_BYTES, p.x + (size_t)u * X_BYTES + h % 2 * HALF_BYTES, HALF_BYTES, bar, again);
@@ -160,26 +160,6 @@ struct Batch : BatchFinish<N, true> {
   }
 
   // ---- warpgroups multiply
-  template <int B, int J>
-  DEVICE static void unpack(uint32_t (&a)[4], const uint32_t (&w)[B], uint2 zeros) {
-    a[0] = centred<KIND, B, 4 * J>(w, zeros.x);
-    a[1] = centred<KIND, B, 4 * J + 1>(w, zeros.y);
-    a[2] = centred<KIND, B, 4 * J + 2>(w, zeros.x);
-    a[3] = centred<KIND, B, 4 * J + 3>(w, zeros.y);
-  }
-  template <int B>
-  DEVICE static void unpack_chunk(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
-    unpack<B, 0>(a[0], w, low);
-    unpack<B, 1>(a[1], w, low);
-    unpack<B, 2>(a[2], w, high);
-    unpack<B, 3>(a[3], w, high);
-  }
-  DEVICE static void fold(const float (&sums)[S], float (&total)[S], uint32_t scales) {
-    const float2 scale = to_float2(scales);
-#pragma unroll
-    for (int i = 0; i < S; i++) total[i] = fmaf(i % 4 / 2 ? scale.y : scale.x, sums[i], total[i]);
-  }
-
   // Half units of activations in a ring of their own, and where this warp is in it. Nothing up to 64 columns: references that are never used
   // cost registers.
   struct Halves {
@@ -201,10 +181,12 @@ struct Batch : BatchFinish<N, true> {
     float (&total)[S];
     UnitScales<KIND, ENTRY, SharedBytes> scales;
 
-    DEVICE uint32_t scale(int e) const {
+    // Of a half of the unit that has one.
+    DEVICE uint32_t scale(int half) const {
+      const int e = half * (ENTRIES / 2);
       if constexpr (KIND == GPTQ) return scales.halves(e, __half(0.f));
-      else if constexpr (ENTRY == 128) return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
-      else return scales.halves(e, __ushort_as_half(SharedBytes{maxima}.get2(e * 2)));
+      else if constexpr (ENTRY == 32) return scales.halves(e, SharedMaxima{maxima}[e]);
+      else return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
     }
     // The next COUNT matrix instructions of the unit, from i on.
     template <int COUNT, bool ADD>
@@ -220,69 +202,88 @@ struct Batch : BatchFinish<N, true> {
       }
       products_commit();
     }
-    template <int B>
-    DEVICE static void unpack_here(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
-      unpack_chunk<B>(a, w, low, high);
-      // The unpacking must be finished here, not later, while matrix instructions are in flight.
+    // Adds the sums of half a unit. `scale_of`: its scale, if weights are not SCALED.
+    template <bool SCALED>
+    DEVICE void add(const float (&sums)[S], uint32_t scale_of) {
+      const float2 scale = to_float2(scale_of);
 #pragma unroll
-      for (int j = 0; j < 16; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
+      for (int i = 0; i < S; i++) total[i] = SCALED ? total[i] + sums[i] : fmaf(i % 4 / 2 ? scale.y : scale.x, sums[i], total[i]);
     }
-
-    // Four chunks of one width, entries of 128 rows: the next chunk is unpacked while the current one is multiplied.
-    template <int B>
+    // Scales of the entries of chunk c, by which weights are multiplied if they are SCALED.
+    template <bool SCALED>
+    DEVICE uint2 factors(int c) const {
+      if constexpr (SCALED) return scales.two(c, SharedMaxima{maxima});
+      else return {0, 0};
+    }
+    // Four chunks of one width: the next one is unpacked while the current one is multiplied.
+    template <bool SCALED, int B>
     DEVICE void uniform() {
-      uint32_t w[B], a[2][2][4], scale_of[2];
+      uint32_t w[B], a[2][2][4], scale_of[2] = {};
       float sums[S];
       load_words<B>(w, SharedBytes{weights}, lane);
       scales.load({weights + 512 * B}, lane >> 2);
-      unpack_half<B, 0>(a[0], w, 0);
+      uint2 by = factors<SCALED>(0);
+      unpack_half<SCALED, B, 0>(a[0], w, 0, by);
       multiply<2, false>(sums, a[0], 0);
-      unpack_half<B, 1>(a[1], w, 0);
+      unpack_half<SCALED, B, 1>(a[1], w, 0, by);
       load_words<B>(w, SharedBytes{weights + 128 * B}, lane);
       multiply<2, true>(sums, a[1], 2);
+      by = factors<SCALED>(1);
       wgmma_pending<1>();
-      unpack_half<B, 0>(a[0], w, 0);
+      unpack_half<SCALED, B, 0>(a[0], w, 1, by);
       multiply<2, true>(sums, a[0], 4);
       wgmma_pending<1>();
-      unpack_half<B, 1>(a[1], w, 0);
+      unpack_half<SCALED, B, 1>(a[1], w, 1, by);
       load_words<B>(w, SharedBytes{weights + 256 * B}, lane);
       multiply<2, true>(sums, a[1], 6);
-      scale_of[0] = scale(0);
-      scale_of[1] = scale(1);
+      if constexpr (!SCALED) {
+        scale_of[0] = scale(0);
+        scale_of[1] = scale(1);
+      }
+      by = factors<SCALED>(2);
       wgmma_pending<1>();
-      unpack_half<B, 0>(a[0], w, 1);
+      unpack_half<SCALED, B, 0>(a[0], w, 2, by);
       wgmma_wait<0>(sums);
       next_half();
-      fold(sums, total, scale_of[0]);
+      add<SCALED>(sums, scale_of[0]);
       multiply<2, false>(sums, a[0], 8);
-      unpack_half<B, 1>(a[1], w, 1);
+      unpack_half<SCALED, B, 1>(a[1], w, 2, by);
       load_words<B>(w, SharedBytes{weights + 384 * B}, lane);
       multiply<2, true>(sums, a[1], 10);
+      by = factors<SCALED>(3);
       wgmma_pending<1>();
-      unpack_half<B, 0>(a[0], w, 1);
+      unpack_half<SCALED, B, 0>(a[0], w, 3, by);
       multiply<2, true>(sums, a[0], 12);
       wgmma_pending<1>();
-      unpack_half<B, 1>(a[1], w, 1);
+      unpack_half<SCALED, B, 1>(a[1], w, 3, by);
       multiply<2, true>(sums, a[1], 14);
       wgmma_wait<0>(sums);
-      fold(sums, total, scale_of[1]);
+      add<SCALED>(sums, scale_of[1]);
     }
-    template <int B, int H>
-    DEVICE void unpack_half(uint32_t (&a)[2][4], const uint32_t (&w)[B], int entry) {
-      const uint2 zeros = scales.zeros(entry);
-      unpack<B, 2 * H>(a[0], w, zeros);
-      unpack<B, 2 * H + 1>(a[1], w, zeros);
+    // 32 rows of chunk c.
+    template <bool SCALED, int B, int H>
+    DEVICE void unpack_half(uint32_t (&a)[2][4], const uint32_t (&w)[B], int c, uint2 by) {
+      const uint2 zeros = scales.zeros((64 * c + 32 * H) / ENTRY);
+      operand<KIND, SCALED, B, 2 * H>(a[0], w, zeros, by);
+      operand<KIND, SCALED, B, 2 * H + 1>(a[1], w, zeros, by);
+      // The unpacking must be finished here, not later, while matrix instructions are in flight.
 #pragma unroll
       for (int j = 0; j < 8; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
     }
 
-    template <int B>
+    template <bool SCALED, int B>
     DEVICE void chunk_of(uint32_t (&a)[4][4], uint32_t codes, int c) const {
       uint32_t w[B];
       load_words<B>(w, SharedBytes{codes}, lane);
-      unpack_chunk<B>(a, w, scales.zeros(64 * c / ENTRY), scales.zeros((64 * c + 32) / ENTRY));
+      const uint2 low = scales.zeros(64 * c / ENTRY), high = scales.zeros((64 * c + 32) / ENTRY);
+      const uint2 by = factors<SCALED>(c);
+      operand<KIND, SCALED, B, 0>(a[0], w, low, by);
+      operand<KIND, SCALED, B, 1>(a[1], w, low, by);
+      operand<KIND, SCALED, B, 2>(a[2], w, high, by);
+      operand<KIND, SCALED, B, 3>(a[3], w, high, by);
     }
     // Any unit, chunk after chunk.
+    template <bool SCALED>
     DEVICE void any(uint32_t widths) {
       uint32_t bits = 0, offset = 0;
 #pragma unroll
@@ -299,34 +300,23 @@ struct Batch : BatchFinish<N, true> {
         uint32_t a[4][4];
         const uint32_t codes = weights + offset;
         if (b == 4) {
-          chunk_of<4>(a, codes, c);
+          chunk_of<SCALED, 4>(a, codes, c);
         } else if (b == 3) {
-          chunk_of<3>(a, codes, c);
+          chunk_of<SCALED, 3>(a, codes, c);
         } else if (b == 2) {
-          chunk_of<2>(a, codes, c);
+          chunk_of<SCALED, 2>(a, codes, c);
         } else if (KIND == EXL2 && b == 5) {
-          if constexpr (KIND == EXL2) chunk_of<5>(a, codes, c);
+          if constexpr (KIND == EXL2) chunk_of<SCALED, 5>(a, codes, c);
         } else if (KIND == EXL2 && b == 6) {
-          if constexpr (KIND == EXL2) chunk_of<6>(a, codes, c);
+          if constexpr (KIND == EXL2) chunk_of<SCALED, 6>(a, codes, c);
         } else {
-          chunk_of<8>(a, codes, c);
+          chunk_of<SCALED, 8>(a, codes, c);
         }
         offset += 128 * b;
-        // Pieces of an entry, added explicitly to one chain.
-        float sums[S];
-        if constexpr (ENTRY == 32) {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            multiply<2, false>(sums, a + 2 * h, 4 * c + 2 * h);
-            wgmma_wait<0>(sums);
-            fold(sums, total, scale(2 * c + h));
-          }
-        } else {
-          if (all((c & 1) == 0)) multiply<4, false>(held, a, 4 * c);
-          else multiply<4, true>(held, a, 4 * c);
-          wgmma_wait<0>(held);
-          if (all((c & 1) != 0 || (widths >> (4 * c + 4) & 15) == 0)) fold(held, total, scale(c / 2));
-        }
+        if (all((c & 1) == 0)) multiply<4, false>(held, a, 4 * c);
+        else multiply<4, true>(held, a, 4 * c);
+        wgmma_wait<0>(held);
+        if (all((c & 1) != 0 || (widths >> (4 * c + 4) & 15) == 0)) add<SCALED>(held, SCALED ? 0 : scale(c / 2));
       }
     }
     // Goes on to the second half of the unit's activations. No matrix instruction is in flight.
@@ -336,22 +326,26 @@ struct Batch : BatchFinish<N, true> {
         x = this->batch.await_half(this->half);
       }
     }
-    float held[S];
+    float held[S];  // sums of half a unit, of two chunks
     DEVICE static bool all(bool v) { return __all_sync(~0u, v); }
-    DEVICE void run(uint32_t widths) {
-      if constexpr (ENTRY == 128) {
-        if (all(widths == 0x4444)) return uniform<4>();
-        if constexpr (KIND == EXL2) {
-          if (all(widths == 0x5555)) return uniform<5>();
-        }
-        if (all(widths == 0x3333)) return uniform<3>();
-        if (all(widths == 0x2222)) return uniform<2>();
-        if (all(widths == 0x8888)) return uniform<8>();
-        if constexpr (KIND == EXL2) {
-          if (all(widths == 0x6666)) return uniform<6>();
-        }
+    template <bool SCALED>
+    DEVICE void run_widths(uint32_t widths) {
+      if (all(widths == 0x4444)) return uniform<SCALED, 4>();
+      if constexpr (KIND == EXL2) {
+        if (all(widths == 0x5555)) return uniform<SCALED, 5>();
       }
-      any(widths);
+      if (all(widths == 0x3333)) return uniform<SCALED, 3>();
+      if (all(widths == 0x2222)) return uniform<SCALED, 2>();
+      if (all(widths == 0x8888)) return uniform<SCALED, 8>();
+      if constexpr (KIND == EXL2) {
+        if (all(widths == 0x6666)) return uniform<SCALED, 6>();
+      }
+      any<SCALED>(widths);
+    }
+    DEVICE void run(uint32_t widths) {
+      if constexpr (ENTRY == 32)
+        if (all(scales_weights<ENTRY>(widths))) return run_widths<true>(widths);
+      run_widths<false>(ENTRY == 32 ? widths & ~ONE_SCALE_A_HALF : widths);
     }
   };
 
@@ -390,7 +384,7 @@ struct Batch : BatchFinish<N, true> {
         barrier_wait(full + turn.slot * 8, turn.phase);
         const uint64_t descriptor = HALVES ? await_half(half) : descriptor_at(x);
         Unit unit{halves_of(half), at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
-        unit.run(unit_row.x & 0xffff);
+        unit.run(unit_row.x & WIDTHS_MASK);
         if constexpr (HALVES) release_half(half);
         warp_arrives(empty + turn.slot * 8, lane);
         turn.advance(p.slots);

@@ -36,7 +36,7 @@ struct BatchMma : BatchFinish<N, false> {
   using Finish::S, Finish::p, Finish::memory, Finish::base, Finish::step, Finish::first, Finish::order, Finish::own, Finish::per_block;
   using Finish::place, Finish::number, Finish::announce, Finish::agree, Finish::leave, typename Finish::Place;
   static constexpr int NT = N / 8, THREADS = W * 128, ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N;
-  // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
+  // A unit's row in the block's table: {offset, bytes, widths | number << WIDTHS_BITS}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 
   DEVICE void set_up() const {
@@ -52,7 +52,7 @@ struct BatchMma : BatchFinish<N, false> {
         uint32_t* const words = reinterpret_cast<uint32_t*>(row);
         words[0] = unit.x;
         words[1] = __ldg(&part.a.units[u + 1].x) - unit.x;
-        words[2] = unit.y | u << 16;
+        words[2] = unit.y | u << WIDTHS_BITS;
         __half* const maxima = reinterpret_cast<__half*>(row + MAXIMA_AT);
         for (int e = 0; e < ENTRIES; e++)
           maxima[e] = part.a.maxima && u * ENTRIES + e < entries ? part.a.maxima[u * ENTRIES + e] : __half(0.f);
@@ -90,7 +90,7 @@ struct BatchMma : BatchFinish<N, false> {
     for (uint32_t at = threadIdx.x % 32 * 16; at < unit.y; at += 512) copy16(to + at, source.tile + unit.x + at, policy);
   }
   DEVICE void copy_activations(int i, int slot) const {
-    const uint32_t u = SharedBytes{rows_of(0)}.get4(i * ROW + 8) >> 16, to = slot_at(slot) + p.groups * ITEM_TILES * p.unit_room;
+    const uint32_t u = SharedBytes{rows_of(0)}.get4(i * ROW + 8) >> WIDTHS_BITS, to = slot_at(slot) + p.groups * ITEM_TILES * p.unit_room;
     const uint8_t* from = p.x + (size_t)u * X_BYTES;
     static_assert(X_BYTES % (THREADS * 16) == 0, "all threads copy as much");
 #pragma unroll
@@ -182,7 +182,7 @@ struct BatchMma : BatchFinish<N, false> {
               const StagedColumns<N> columns(at + p.groups * ITEM_TILES * p.unit_room, lane);
               UnitMatmul<KIND, ENTRY, NT, 1, SharedBytes, StagedColumns<N>, SharedMaxima> product{
                   weights, columns, SharedMaxima{row + MAXIMA_AT}, total, lane, {}};
-              product.run(SharedBytes{row}.get4(8) & 0xffff);
+              product.run(SharedBytes{row}.get4(8) & WIDTHS_MASK);
             }
             slot = slot + 1 == p.slots ? 0 : slot + 1;
           }

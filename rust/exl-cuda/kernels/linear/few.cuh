@@ -302,8 +302,8 @@ struct FewConsumer {
   }
 
   // `count` iterations over one matrix in which this warp has one unit of B bits (0: none; -1: several widths). The unit's tables are
-  // looked up once.
-  template <int B>
+  // looked up once. SCALED: as in UnitMatmul.
+  template <bool SCALED, int B>
   DEVICE void stay(const uint4& tables, uint2 unit, int count) {
     const int stage = at >> 3;
     const uint32_t codes = base + (unit.x & 0xffff);
@@ -321,8 +321,8 @@ struct FewConsumer {
       if constexpr (B != 0) {
         const SharedBytes weights[1] = {{codes + mine.slot * p.stage_stride}};
         Product product{weights, columns, maxima, total, lane, {}};
-        if constexpr (B > 0) product.template run_uniform<B>();
-        else product.run_mixed(unit.y);
+        if constexpr (B > 0) product.template run_uniform<SCALED, B>();
+        else product.template run_mixed<SCALED>(unit.y);
       }
       warp_arrives(s.empty + mine.slot * 8, lane);
       mine.skip(2, slots);
@@ -338,15 +338,20 @@ struct FewConsumer {
     count = min(count, p.stay);
     const uint4 tables = where(matrix);
     const uint2 unit = SharedBytes{tables.y}.get8(at * 8);
-    switch (unit.y) {
-      case 0: stay<0>(tables, unit, count); break;
-      case 0x4444: stay<4>(tables, unit, count); break;
-      case 0x3333: stay<3>(tables, unit, count); break;
-      case 0x2222: stay<2>(tables, unit, count); break;
-      case 0x8888: stay<8>(tables, unit, count); break;
-      case 0x5555: if constexpr (KIND == EXL2) { stay<5>(tables, unit, count); break; }
-      case 0x6666: if constexpr (KIND == EXL2) { stay<6>(tables, unit, count); break; }
-      default: stay<-1>(tables, unit, count);
+    if (scales_weights<ENTRY>(unit.y)) stay_of<ENTRY == 32>(unit.y, tables, unit, count);
+    else stay_of<false>(ENTRY == 32 ? unit.y & ~ONE_SCALE_A_HALF : unit.y, tables, unit, count);
+  }
+  template <bool SCALED>
+  DEVICE void stay_of(uint32_t widths, const uint4& tables, uint2 unit, int count) {
+    switch (widths) {
+      case 0: stay<SCALED, 0>(tables, unit, count); break;
+      case 0x4444: stay<SCALED, 4>(tables, unit, count); break;
+      case 0x3333: stay<SCALED, 3>(tables, unit, count); break;
+      case 0x2222: stay<SCALED, 2>(tables, unit, count); break;
+      case 0x8888: stay<SCALED, 8>(tables, unit, count); break;
+      case 0x5555: if constexpr (KIND == EXL2) { stay<SCALED, 5>(tables, unit, count); break; }
+      case 0x6666: if constexpr (KIND == EXL2) { stay<SCALED, 6>(tables, unit, count); break; }
+      default: stay<SCALED, -1>(tables, unit, count);
     }
   }
   // Two passes need as many result buffers as iterations, and no norm, whose barrier tells that the first one is done.

@@ -78,7 +78,8 @@ DEVICE uint2 few_unit(const FewTask& p, const FewPart& part, int u) {
   u = min(u, part.a.unit_count);
   if (part.listed < 0) return __ldg(&part.a.units[u]);
   const uint32_t unit = p.units_listed[part.listed + u];
-  return make_uint2((unit & 0xffff) * 16, unit >> 16);
+  constexpr uint32_t OFFSET_BITS = 32 - WIDTHS_BITS;
+  return make_uint2((unit & (1u << OFFSET_BITS) - 1) * 16, unit >> OFFSET_BITS);
 }
 
 // How K is cut: a block has 16 / cut classes of each of the `cut` tiles of an iteration. A quarter has every fourth unit. A block has

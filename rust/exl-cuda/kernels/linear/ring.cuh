@@ -128,8 +128,8 @@ struct Keeper {
     warp_arrives(s.ready + buffer * 8, lane);
     tile++;
   }
-  // Tiles up to `end`. B: the unit's bits; 0: no unit; -1: several widths.
-  template <int B>
+  // Tiles up to `end`. B: the unit's bits; 0: no unit; -1: several widths. SCALED: as in UnitMatmul.
+  template <bool SCALED, int B>
   DEVICE void tiles(const uint4& place, uint2 unit, int end) {
     const uint32_t codes = base + unit.x;
     const SharedColumns columns{place.x + row + cls * UNIT_ROWS * 2};
@@ -142,28 +142,33 @@ struct Keeper {
       if constexpr (B != 0) {
         const SharedBytes weights[1] = {{codes + slot * p.stage_stride}};
         UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
-        if constexpr (B > 0) product.template run_uniform<B>();
-        else product.run_mixed(unit.y);
+        if constexpr (B > 0) product.template run_uniform<SCALED, B>();
+        else product.template run_mixed<SCALED>(unit.y);
       }
       warp_arrives(empty + slot * 8, lane);
       skip(2);  // stages a tile
       leave(total[0]);
     }
   }
+  template <bool SCALED>
+  DEVICE void tiles_of(uint32_t widths, const uint4& place, uint2 unit, int end) {
+    switch (widths) {
+      case 0: tiles<SCALED, 0>(place, unit, end); break;
+      case 0x4444: tiles<SCALED, 4>(place, unit, end); break;
+      case 0x3333: tiles<SCALED, 3>(place, unit, end); break;
+      case 0x2222: tiles<SCALED, 2>(place, unit, end); break;
+      case 0x8888: tiles<SCALED, 8>(place, unit, end); break;
+      case 0x5555: if constexpr (KIND == EXL2) tiles<SCALED, 5>(place, unit, end); break;
+      case 0x6666: if constexpr (KIND == EXL2) tiles<SCALED, 6>(place, unit, end); break;
+      default: tiles<SCALED, -1>(place, unit, end);
+    }
+  }
   DEVICE void some_tiles(const uint4& place, int end) {
     const int stage = cls >> 3;
     const uint2 unit = cls < place.w ? SharedBytes{place.y}.get8(cls * 8) : make_uint2(0, 0);
     skip(stage);
-    switch (unit.y) {
-      case 0: tiles<0>(place, unit, end); break;
-      case 0x4444: tiles<4>(place, unit, end); break;
-      case 0x3333: tiles<3>(place, unit, end); break;
-      case 0x2222: tiles<2>(place, unit, end); break;
-      case 0x8888: tiles<8>(place, unit, end); break;
-      case 0x5555: if constexpr (KIND == EXL2) tiles<5>(place, unit, end); break;
-      case 0x6666: if constexpr (KIND == EXL2) tiles<6>(place, unit, end); break;
-      default: tiles<-1>(place, unit, end);
-    }
+    if (scales_weights<ENTRY>(unit.y)) tiles_of<ENTRY == 32>(unit.y, place, unit, end);
+    else tiles_of<false>(ENTRY == 32 ? unit.y & ~ONE_SCALE_A_HALF : unit.y, place, unit, end);
     slot -= stage;
     if (slot < 0) {
       slot += slots;
@@ -208,9 +213,9 @@ struct Walker {
 
   DEVICE uint2 unit_at(int u) const { return u < static_cast<int>(place.w) ? SharedBytes{place.y}.get8(u * 8) : make_uint2(0, 0); }
   // Units in sequence as long as they have B bits; 0: no unit; -1: several widths.
-  template <int B>
+  template <bool SCALED, int B>
   DEVICE void units() {
-    constexpr uint32_t WIDTHS = B > 0 ? B * 0x1111 : 0;
+    constexpr uint32_t WIDTHS = B > 0 ? B * 0x1111 | (ENTRY == 32 && !SCALED ? ONE_SCALE_A_HALF : 0) : 0;
 #pragma unroll 1
     do {
       const uint2 next = unit_at(u + CLASSES);
@@ -220,8 +225,8 @@ struct Walker {
         const SharedColumns columns{place.x + row + u * UNIT_ROWS * 2};
         const SharedMaxima maxima{place.z + u * ENTRIES * 2};
         UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
-        if constexpr (B > 0) product.template run_uniform<B>();
-        else product.run_mixed(unit.y);
+        if constexpr (B > 0) product.template run_uniform<SCALED, B>();
+        else product.template run_mixed<SCALED>(unit.y);
       }
       warp_arrives(empty + mine.slot * 8, lane);
       mine.slot += 2;
@@ -234,15 +239,20 @@ struct Walker {
     } while (B > 0 && unit.y == WIDTHS);
   }
   DEVICE void some_units() {
-    switch (unit.y) {
-      case 0: units<0>(); break;
-      case 0x4444: units<4>(); break;
-      case 0x3333: units<3>(); break;
-      case 0x2222: units<2>(); break;
-      case 0x8888: units<8>(); break;
-      case 0x5555: if constexpr (KIND == EXL2) units<5>(); break;
-      case 0x6666: if constexpr (KIND == EXL2) units<6>(); break;
-      default: units<-1>();
+    if (scales_weights<ENTRY>(unit.y)) units_of<ENTRY == 32>(unit.y);
+    else units_of<false>(ENTRY == 32 ? unit.y & ~ONE_SCALE_A_HALF : unit.y);
+  }
+  template <bool SCALED>
+  DEVICE void units_of(uint32_t widths) {
+    switch (widths) {
+      case 0: units<SCALED, 0>(); break;
+      case 0x4444: units<SCALED, 4>(); break;
+      case 0x3333: units<SCALED, 3>(); break;
+      case 0x2222: units<SCALED, 2>(); break;
+      case 0x8888: units<SCALED, 8>(); break;
+      case 0x5555: if constexpr (KIND == EXL2) units<SCALED, 5>(); break;
+      case 0x6666: if constexpr (KIND == EXL2) units<SCALED, 6>(); break;
+      default: units<SCALED, -1>();
     }
   }
 };

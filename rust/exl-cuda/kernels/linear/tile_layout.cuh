@@ -3,6 +3,11 @@
 //
 // All additions are explicit (fmaf, matrix instructions in a fixed order). So all kernels that compute a unit's matmul give bitwise
 // identical results for any NT and R. A row's result does not depend on the number of rows in the call.
+//
+// Where 128 rows have one scale, they are multiplied with the exact differences of codes and zeros, and their sum is scaled: a few
+// multiplications for many rows. A scale for every 32 rows would need four times as many, each after a wait for the tensor cores, so such
+// weights are scaled before they are multiplied, which rounds them to the halves that the file's format defines. Units of both kinds occur
+// in a matrix whose entries have 32 rows: see ONE_SCALE_A_HALF.
 #pragma once
 #include <type_traits>
 
@@ -12,6 +17,12 @@
 // Unit u of a tile adds into class u % 16. `sum_classes` defines the order in which classes are added.
 constexpr int TILE = 16, UNIT_ROWS = 256, CLASSES = 16;
 enum { EXL2 = 0, GPTQ = 1 };
+
+// A unit's widths: four bits for each chunk. Where entries have 32 rows, one more bit says that the entries of each half of the unit (128
+// rows) are equal.
+constexpr uint32_t ONE_SCALE_A_HALF = 65536;  // 1 << 16
+constexpr int WIDTHS_BITS = 17;
+constexpr uint32_t WIDTHS_MASK = (1u << WIDTHS_BITS) - 1;
 
 // One matrix; the same struct as `ops::linear::Matrix`.
 struct Matrix {
@@ -59,6 +70,9 @@ struct SharedMaxima {
   uint32_t at;
   DEVICE __half operator[](int entry) const { return __ushort_as_half(SharedBytes{at}.get2(entry * 2)); }
 };
+// Those of entries 2 c and 2 c + 1.
+DEVICE uint32_t two_maxima(const SharedMaxima& maxima, int c) { return SharedBytes{maxima.at}.get4(c * 4); }
+DEVICE uint32_t two_maxima(const __half* maxima, int c) { return __ldg(reinterpret_cast<const uint32_t*>(maxima) + c); }
 // Weights in global memory are read once, so their lines are evicted first.
 struct GlobalBytes {
   const uint8_t* at;
@@ -108,6 +122,18 @@ DEVICE uint32_t add2(uint32_t a, uint32_t b) {
 DEVICE uint32_t mul2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// One half of a word, twice.
+DEVICE uint32_t low_twice(uint32_t v) {
+  uint32_t r;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(r) : "r"(v));
+  return r;
+}
+DEVICE uint32_t high_twice(uint32_t v) {
+  uint32_t r;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(r) : "r"(v));
   return r;
 }
 
@@ -198,6 +224,20 @@ struct UnitScales<EXL2, ENTRY, W> {
   }
   // h16((code + 1)^2 * maximum) of both features: two half roundings as the format requires.
   DEVICE uint32_t halves(int entry, __half maximum) const { return mul2(squares(entry), __half_as_ushort(maximum) * 0x10001u); }
+  // The same of entries 2 c and 2 c + 1, in the halves of a word: x for feature g, y for g + 8.
+  template <class M>
+  DEVICE uint2 two(int c, const M& maxima) const {
+    const uint32_t word = static_cast<uint32_t>(c & 2 ? codes >> 32 : codes), bytes = __byte_perm(word, 0, c & 1 ? 0x4342 : 0x4140);
+    const uint32_t both = two_maxima(maxima, c);
+    return {mul2(next_square<0>(bytes), both), mul2(next_square<4>(bytes), both)};
+  }
+  // (code + 1)^2 of the codes at bit P of both halves, exact.
+  template <int P>
+  DEVICE static uint32_t next_square(uint32_t bytes) {
+    constexpr uint32_t BEFORE_ZERO = (P == 0 ? 0x63fe : 0x53e0) * 0x10001u;  // 2^(10 - P) - 1
+    const uint32_t c = sub2(and_or(bytes, 0x000f000fu << P, magic(P)), BEFORE_ZERO);
+    return mul2(c, c);
+  }
 };
 
 template <int ENTRY, class W>
@@ -213,7 +253,35 @@ struct UnitScales<GPTQ, ENTRY, W> {
     return {__byte_perm(z, z, 0x1010), __byte_perm(z, z, 0x3232)};
   }
   DEVICE uint32_t halves(int entry, __half) const { return scales.get4((entry * 8 + g) * 8); }
+  template <class M>
+  DEVICE uint2 two(int c, const M&) const {
+    const uint32_t first = halves(2 * c, __half(0.f)), second = halves(2 * c + 1, __half(0.f));
+    return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+  }
 };
+
+// Whether a unit's weights are scaled before they are multiplied.
+template <int ENTRY>
+DEVICE bool scales_weights(uint32_t widths) {
+  return ENTRY == 32 && !(widths & ONE_SCALE_A_HALF);
+}
+
+// The A operand of matrix instruction J of a chunk: differences of codes and zeros or, if SCALED, weights. `scales`: those of the chunk's
+// two entries.
+template <int KIND, bool SCALED, int B, int J>
+DEVICE void operand(uint32_t (&a)[4], const uint32_t (&w)[B], uint2 zeros, uint2 scales) {
+  a[0] = centred<KIND, B, 4 * J>(w, zeros.x);
+  a[1] = centred<KIND, B, 4 * J + 1>(w, zeros.y);
+  a[2] = centred<KIND, B, 4 * J + 2>(w, zeros.x);
+  a[3] = centred<KIND, B, 4 * J + 3>(w, zeros.y);
+  if constexpr (SCALED) {
+    const uint32_t low = J < 2 ? low_twice(scales.x) : high_twice(scales.x), high = J < 2 ? low_twice(scales.y) : high_twice(scales.y);
+    a[0] = mul2(a[0], low);
+    a[1] = mul2(a[1], high);
+    a[2] = mul2(a[2], low);
+    a[3] = mul2(a[3], high);
+  }
+}
 
 DEVICE float2 to_float2(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }
 
@@ -253,8 +321,8 @@ DEVICE void clear(Sums<NT>& s) {
 
 // One unit of R row tiles. `x.get(n, k)` returns the eight halves of activation column tile n at row k of the unit.
 //
-// An entry's matmul with the exact differences of codes and zeros is one chain of matrix instructions in the order of k. Its sum times the
-// entry's scale is added to `total`, entries in order.
+// Half a unit is one chain of matrix instructions in the order of k. If weights are SCALED, its sum is added to `total`, else its sum times
+// the scale of these rows. The chain does not begin with `total`, so that a warp does not wait for its other half.
 template <int KIND, int ENTRY, int NT, int R, class W, class X, class M = const __half*>
 struct UnitMatmul {
   const W (&weights)[R];
@@ -269,6 +337,20 @@ struct UnitMatmul {
     for (int r = 0; r < R; r++) clear(sums[r]);
   }
 
+  // Adds the sums of half p.
+  template <bool SCALED>
+  DEVICE void add(int p, const Sums<NT> (&sums)[R]) {
+    if constexpr (SCALED) {
+#pragma unroll
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) total[r][n][i] += sums[r][n][i];
+    } else {
+      flush(p * (UNIT_ROWS / 2 / ENTRY), sums);
+    }
+  }
   DEVICE void flush(int entry, const Sums<NT> (&sums)[R]) {
     const __half maximum = KIND == EXL2 ? maxima[entry] : __half(0.f);
 #pragma unroll
@@ -281,10 +363,10 @@ struct UnitMatmul {
     }
   }
 
-  template <int B, int J>
-  DEVICE static void instruction(const uint32_t (&w)[B], uint2 zeros, const uint4 (&xs)[NT], Sums<NT>& sums) {
-    const uint32_t a[4] = {centred<KIND, B, 4 * J>(w, zeros.x), centred<KIND, B, 4 * J + 1>(w, zeros.y),
-                           centred<KIND, B, 4 * J + 2>(w, zeros.x), centred<KIND, B, 4 * J + 3>(w, zeros.y)};
+  template <bool SCALED, int B, int J>
+  DEVICE static void instruction(const uint32_t (&w)[B], uint2 zeros, uint2 scales, const uint4 (&xs)[NT], Sums<NT>& sums) {
+    uint32_t a[4];
+    operand<KIND, SCALED, B, J>(a, w, zeros, scales);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       if constexpr (J % 2 == 0) mma(sums[n], a, xs[n].x, xs[n].y);
@@ -293,14 +375,17 @@ struct UnitMatmul {
   }
 
   // 64 rows at row `64 c` of the unit, codes at byte `offset`.
-  template <int B>
+  template <bool SCALED, int B>
   DEVICE void chunk(int c, uint32_t offset, Sums<NT> (&sums)[R]) {
     uint32_t w[R][B];
 #pragma unroll
     for (int r = 0; r < R; r++) load_words<B>(w[r], weights[r] + offset, lane);
+    uint2 scale[R] = {};
+    if constexpr (SCALED)
+#pragma unroll
+      for (int r = 0; r < R; r++) scale[r] = scales[r].two(c, maxima);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      if (ENTRY == 32) reset(sums);
       uint4 xs[NT];
 #pragma unroll
       for (int n = 0; n < NT; n++) xs[n] = x.get(n, 64 * c + 32 * h);
@@ -308,95 +393,96 @@ struct UnitMatmul {
       for (int r = 0; r < R; r++) {
         const uint2 zeros = scales[r].zeros((64 * c + 32 * h) / ENTRY);
         if (h == 0) {
-          instruction<B, 0>(w[r], zeros, xs, sums[r]);
-          instruction<B, 1>(w[r], zeros, xs, sums[r]);
+          instruction<SCALED, B, 0>(w[r], zeros, scale[r], xs, sums[r]);
+          instruction<SCALED, B, 1>(w[r], zeros, scale[r], xs, sums[r]);
         } else {
-          instruction<B, 2>(w[r], zeros, xs, sums[r]);
-          instruction<B, 3>(w[r], zeros, xs, sums[r]);
+          instruction<SCALED, B, 2>(w[r], zeros, scale[r], xs, sums[r]);
+          instruction<SCALED, B, 3>(w[r], zeros, scale[r], xs, sums[r]);
         }
       }
-      if (ENTRY == 32) flush(2 * c + h, sums);
     }
   }
 
-  // Chunks 2 p and, if `both`, 2 p + 1: one entry of 128 rows.
-  template <int B>
-  DEVICE void pair(int p, uint32_t offset, bool both) {
+  // Half p of the unit, whose chunks have one width.
+  template <bool SCALED, int B>
+  DEVICE void pair(int p, uint32_t offset) {
     Sums<NT> sums[R];
-    if (ENTRY == 128) reset(sums);
-    chunk<B>(2 * p, offset, sums);
-    if (both) chunk<B>(2 * p + 1, offset + 128 * B, sums);
-    if (ENTRY == 128) flush(p, sums);
+    reset(sums);
+    chunk<SCALED, B>(2 * p, offset, sums);
+    chunk<SCALED, B>(2 * p + 1, offset + 128 * B, sums);
+    add<SCALED>(p, sums);
   }
 
   // Four chunks of one width, the most frequent kind of unit.
-  template <int B>
+  template <bool SCALED, int B>
   DEVICE void uniform() {
     // Wide codes from global memory stay in registers from load to use: two entries of them would not fit.
     constexpr bool SHORT = B <= 4 || !std::is_same<W, GlobalBytes>::value;
     constexpr int UNROLL = NT == 1 && R == 1 && SHORT ? 2 : 1;
 #pragma unroll UNROLL
-    for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
+    for (int p = 0; p < 2; p++) pair<SCALED, B>(p, 256 * B * p);
   }
 
-  // Any other unit: chunks one by one, in pairs if they share an entry.
-  template <int B>
-  DEVICE void piece(int c, uint32_t offset, bool both) {
-    if constexpr (ENTRY == 128) {
-      pair<B>(c / 2, offset, both);
-    } else {
-      Sums<NT> sums[R];
-      chunk<B>(c, offset, sums);
-    }
-  }
-
-  DEVICE void run(uint32_t widths) { run(widths, code_bytes(widths)); }
-  template <int B>
-  DEVICE void run_uniform() {
+  DEVICE void load_scales(uint32_t at) {
 #pragma unroll
-    for (int r = 0; r < R; r++) scales[r].load(weights[r] + 512 * B, lane >> 2);
-    uniform<B>();
+    for (int r = 0; r < R; r++) scales[r].load(weights[r] + at, lane >> 2);
   }
+  template <bool SCALED, int B>
+  DEVICE void run_uniform() {
+    load_scales(512 * B);
+    uniform<SCALED, B>();
+  }
+  DEVICE void run(uint32_t widths) { run(widths, code_bytes(widths)); }
   // `scales_at`: offset of the scales in the unit.
   DEVICE void run(uint32_t widths, uint32_t scales_at) {
-#pragma unroll
-    for (int r = 0; r < R; r++) scales[r].load(weights[r] + scales_at, lane >> 2);
+    load_scales(scales_at);
+    if constexpr (ENTRY == 32)
+      if (scales_weights<ENTRY>(widths)) return run_widths<true>(widths);
+    run_widths<false>(ENTRY == 32 ? widths & ~ONE_SCALE_A_HALF : widths);
+  }
+  template <bool SCALED>
+  DEVICE void run_widths(uint32_t widths) {
     switch (widths) {
-      case 0x4444: return uniform<4>();
-      case 0x3333: return uniform<3>();
-      case 0x2222: return uniform<2>();
-      case 0x8888: return uniform<8>();
+      case 0x4444: return uniform<SCALED, 4>();
+      case 0x3333: return uniform<SCALED, 3>();
+      case 0x2222: return uniform<SCALED, 2>();
+      case 0x8888: return uniform<SCALED, 8>();
     }
     if constexpr (KIND == EXL2) {
-      if (widths == 0x5555) return uniform<5>();
-      if (widths == 0x6666) return uniform<6>();
+      if (widths == 0x5555) return uniform<SCALED, 5>();
+      if (widths == 0x6666) return uniform<SCALED, 6>();
     }
-    mixed(widths);
+    mixed<SCALED>(widths);
   }
+  template <bool SCALED>
   DEVICE void run_mixed(uint32_t widths) {
-#pragma unroll
-    for (int r = 0; r < R; r++) scales[r].load(weights[r] + code_bytes(widths), lane >> 2);
-    mixed(widths);
+    load_scales(code_bytes(widths));
+    mixed<SCALED>(widths);
   }
-  // A unit of several widths.
+  // A unit of several widths, chunk after chunk.
+  template <bool SCALED>
   DEVICE void mixed(uint32_t widths) {
-    constexpr int STEP = ENTRY == 128 ? 2 : 1;
     uint32_t offset = 0;
 #pragma unroll 1
-    for (int c = 0; c < 4; c += STEP) {
-      const uint32_t b = widths >> (4 * c) & 15;
-      const bool both = STEP == 2 && (widths >> (4 * c + 4) & 15) != 0;
-      switch (b) {
-        case 2: piece<2>(c, offset, both); break;
-        case 3: piece<3>(c, offset, both); break;
-        case 4: piece<4>(c, offset, both); break;
-        case 8: piece<8>(c, offset, both); break;
+    for (int p = 0; p < 2 && (widths >> (8 * p) & 15) != 0; p++) {
+      Sums<NT> sums[R];
+      reset(sums);
+#pragma unroll 1
+      for (int c = 2 * p; c < 2 * p + 2; c++) {
+        const uint32_t b = widths >> (4 * c) & 15;
+        switch (b) {
+          case 2: chunk<SCALED, 2>(c, offset, sums); break;
+          case 3: chunk<SCALED, 3>(c, offset, sums); break;
+          case 4: chunk<SCALED, 4>(c, offset, sums); break;
+          case 8: chunk<SCALED, 8>(c, offset, sums); break;
+        }
+        if constexpr (KIND == EXL2) {
+          if (b == 5) chunk<SCALED, 5>(c, offset, sums);
+          if (b == 6) chunk<SCALED, 6>(c, offset, sums);
+        }
+        offset += 128 * b;
       }
-      if constexpr (KIND == EXL2) {
-        if (b == 5) piece<5>(c, offset, both);
-        if (b == 6) piece<6>(c, offset, both);
-      }
-      offset += 128 * b * (both ? 2 : 1);
+      add<SCALED>(p, sums);
     }
   }
 };

@@ -37,6 +37,7 @@ struct Maxima {
   const __half* at;
   DEVICE __half operator[](int entry) const { return __ldg(at + entry); }
 };
+DEVICE uint32_t two_maxima(const Maxima& maxima, int c) { return two_maxima(maxima.at, c); }
 
 // The slots of a warp, each with room for a unit of each of `TILES` tiles, which are filled and read in turn.
 #if __CUDA_ARCH__ >= 900
@@ -136,7 +137,7 @@ struct UnitSlots {
 // The units of a matrix that a warp multiplies, in the order in which `sum_classes` adds their classes: lane i has the i-th.
 struct QuarterUnits {
   uint32_t place;  // offset in the tile and bytes, both in units of 16; the highest bit: the last unit of its class
-  uint32_t kind;   // widths, and the unit's number in the upper half
+  uint32_t kind;   // widths, and the unit's number above them
   int count, classes;
 
   DEVICE void load(const Matrix& a, int quarter, int lane) {
@@ -159,7 +160,7 @@ struct QuarterUnits {
     const uint2 found = __ldg(a.units + unit);
     const uint32_t bytes = __ldg(&a.units[unit + 1].x) - found.x;
     place = found.x / 16 | bytes << 12 | static_cast<uint32_t>(last) << 31;
-    kind = found.y | unit << 16;
+    kind = found.y | unit << WIDTHS_BITS;
   }
 };
 
@@ -294,7 +295,7 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
         request();
         const uint32_t place = __shfl_sync(~0u, second ? second_units.place : first_units.place, i);
         const uint32_t kind = __shfl_sync(~0u, second ? second_units.kind : first_units.kind, i);
-        const int u = kind >> 16;
+        const int u = kind >> WIDTHS_BITS;
         RowColumns<NT, AT_ONCE> columns;
 #pragma unroll
         for (int n = 0; n < NT; n++) columns.at[n] = row[n] + (second ? up_at : 0) + packed_at(AT_ONCE, 0, u * UNIT_ROWS);
@@ -304,7 +305,7 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
         for (int r = 1; r < R; r++) weights[r] = weights[0] + r * call.unit_bytes;
         UnitMatmul<KIND, ENTRY, NT, R, SharedBytes, RowColumns<NT, AT_ONCE>, Maxima> product{
             weights, columns, {maxima + u * (UNIT_ROWS / ENTRY)}, total, lane, {}};
-        product.run(kind & 0xffff);
+        product.run(kind & WIDTHS_MASK);
         if (place >> 31) {
 #pragma unroll
           for (int r = 0; r < R; r++) {

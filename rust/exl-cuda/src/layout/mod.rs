@@ -33,7 +33,18 @@ pub const CHUNK_ROWS: usize = 64;
 pub const UNIT_ROWS: usize = 256;
 pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
 
-assert_constants!(tile_layout, { TILE == TILE, UNIT_ROWS == UNIT_ROWS });
+assert_constants!(tile_layout, {
+    TILE == TILE,
+    UNIT_ROWS == UNIT_ROWS,
+    ONE_SCALE_A_HALF == ONE_SCALE_A_HALF,
+    WIDTHS_BITS == WIDTHS_BITS,
+});
+/// A bit of a unit's widths where entries have 32 rows: the entries of each half of the unit are of one group. Such a unit is multiplied as
+/// if entries had 128 rows.
+pub const ONE_SCALE_A_HALF: u32 = 1 << 16;
+/// Bits of a unit's widths.
+pub const WIDTHS_BITS: u32 = 17;
+
 const _: () = assert!(
     FEW_ROWS == COLUMN_TILE,
     "the kernels for few rows multiply one column tile"
@@ -62,7 +73,7 @@ impl Scales {
 pub struct Unit {
     /// First byte within a tile.
     pub offset: u32,
-    /// Bits of chunk c in bits `[4 c, 4 c + 4)`; 0 for a missing chunk.
+    /// Bits of chunk c in bits `[4 c, 4 c + 4)`; 0 for a missing chunk. Perhaps [`ONE_SCALE_A_HALF`].
     pub widths: u32,
 }
 

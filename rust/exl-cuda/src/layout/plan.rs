@@ -3,7 +3,7 @@
 use exl_format::exl2::{Exl2View, Group};
 use exl_format::gptq::GptqView;
 
-use super::{CHUNKS_PER_UNIT, Layout, SLICE_ROWS, Scales, Unit};
+use super::{CHUNKS_PER_UNIT, Layout, ONE_SCALE_A_HALF, SLICE_ROWS, Scales, Unit};
 
 /// A matrix that this layout cannot hold.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -111,7 +111,11 @@ impl Layout {
                 }
             })
             .collect();
-        let units = units(&slices, 256 / entry_rows * scales.bytes_per_entry())?;
+        let units = units(
+            &slices,
+            entry_slices == 1,
+            256 / entry_rows * scales.bytes_per_entry(),
+        )?;
         Ok(Self {
             scales,
             entry_rows,
@@ -129,23 +133,31 @@ impl Layout {
     }
 }
 
-/// The slices ordered by width, in the order in which widths first appear; each width is padded to an even number.
+/// The slices ordered by width; each width is padded to an even number. Widths whose slices mostly lie in runs of one group come first, so
+/// that small groups of other widths do not shift these runs; else widths have the order in which they first appear.
 fn in_pairs(slices: &[Slice]) -> Vec<Slice> {
-    let mut widths: Vec<u32> = Vec::new();
+    let mut widths: Vec<(u32, Vec<Slice>)> = Vec::new();
     for slice in slices {
-        if !widths.contains(&slice.bits) {
-            widths.push(slice.bits);
+        match widths.iter_mut().find(|(bits, _)| *bits == slice.bits) {
+            Some((_, found)) => found.push(slice.clone()),
+            None => widths.push((slice.bits, vec![slice.clone()])),
         }
     }
-    let mut ordered = Vec::with_capacity(slices.len() + widths.len());
-    for &bits in &widths {
-        ordered.extend(slices.iter().filter(|slice| slice.bits == bits).cloned());
-        if ordered.len() % 2 == 1 {
-            let last = ordered[ordered.len() - 1].group;
-            ordered.extend(Slice::of_group(bits, last, &[-1; SLICE_ROWS]));
+    for (bits, slices) in &mut widths {
+        if slices.len() % 2 == 1 {
+            let last = slices[slices.len() - 1].group;
+            slices.extend(Slice::of_group(*bits, last, &[-1; SLICE_ROWS]));
         }
     }
-    ordered
+    let mostly_runs = |slices: &[Slice]| {
+        let runs = slices.chunks(RUN);
+        2 * runs.clone().filter(|run| share_groups(run)).count() > runs.len()
+    };
+    let (first, last): (Vec<_>, Vec<_>) = widths
+        .into_iter()
+        .partition(|(_, slices)| mostly_runs(slices));
+    let ordered = first.into_iter().chain(last);
+    ordered.flat_map(|(_, slices)| slices).collect()
 }
 
 /// Slices of the rows of a scale where groups have at least as many.
@@ -173,12 +185,16 @@ fn share_groups(slices: &[Slice]) -> bool {
         .all(|part| part.iter().all(|slice| slice.group == part[0].group))
 }
 
-fn units(slices: &[Slice], scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
+/// `fine`: every slice has an entry of its own.
+fn units(slices: &[Slice], fine: bool, scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
     let mut units = Vec::new();
     let mut offset = 0usize;
     for part in slices.chunks(2 * CHUNKS_PER_UNIT) {
         let bits = || part.chunks(2).map(|chunk| chunk[0].bits);
-        let widths = bits().enumerate().map(|(c, b)| b << (4 * c)).sum();
+        let mut widths = bits().enumerate().map(|(c, b)| b << (4 * c)).sum();
+        if fine && share_groups(part) {
+            widths |= ONE_SCALE_A_HALF;
+        }
         units.push(Unit {
             offset: offset as u32,
             widths,

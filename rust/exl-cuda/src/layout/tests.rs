@@ -86,6 +86,17 @@ fn assert_same_codes(layout: &Layout, image: &[u8], parts: &[u8]) {
     }
 }
 
+/// The units that are multiplied as if entries had 128 rows are marked, if entries have 32.
+fn assert_marks_units_of_few_scales(layout: &Layout) {
+    for (unit, entries) in layout.groups.chunks(layout.entries_per_unit()).enumerate() {
+        let few = entries
+            .chunks(4)
+            .all(|half| half.iter().all(|&group| group == half[0]));
+        let marked = layout.units[unit].widths & ONE_SCALE_A_HALF != 0;
+        assert_eq!(marked, few && layout.entry_rows == 32, "unit {unit}");
+    }
+}
+
 fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
     let fine = check_exl2_of(groups, n, seed, true);
     let layout = check_exl2_of(groups, n, seed, false);
@@ -109,6 +120,7 @@ fn check_exl2_of(groups: &[(u32, usize)], n: usize, seed: u32, fine: bool) -> La
         part
     });
     assert_same_codes(&layout, &image, &parts.concat());
+    assert_marks_units_of_few_scales(&layout);
     let mut seen = vec![false; view.in_features()];
     for row in 0..layout.rows() {
         let feature = layout.features[row];
@@ -154,6 +166,23 @@ fn widths_that_split_an_entry_fall_back_to_short_entries() {
         (odd.entry_rows, odd.rows(), odd.units.len()),
         (32, 6 * 64, 3)
     );
+}
+
+#[test]
+fn a_matrix_has_units_of_many_and_of_few_scales() {
+    let groups: Vec<_> = [(8, 1); 8].into_iter().chain([(4, 4); 6]).collect();
+    let widths = |groups: &[(u32, usize)]| {
+        let layout = check_exl2_of(groups, 32, 5, true);
+        let units = layout.units.iter();
+        units.map(|unit| unit.widths).collect::<Vec<_>>()
+    };
+    assert_eq!(widths(&groups), [0x14444, 0x14444, 0x14444, 0x8888, 0]);
+    // Groups that begin within a half.
+    assert_eq!(widths(&[(4, 2), (4, 4), (4, 2)]), [0x4444, 0]);
+    assert_eq!(widths(&[(4, 4), (4, 3)]), [0x14444, 0]);
+    // Six slices of 8 bits do not shift those of 4.
+    let groups: Vec<_> = [(8, 1); 6].into_iter().chain([(4, 4); 6]).collect();
+    assert_eq!(widths(&groups), [0x14444, 0x14444, 0x14444, 0x888, 0]);
 }
 
 #[test]

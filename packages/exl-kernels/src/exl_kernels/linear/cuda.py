@@ -1,11 +1,12 @@
 """Matrices on a GPU: the results of `QuantMatrix.from_exl2`, `from_gptq` and `from_float` for a CUDA device.
 
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
-the file. A matmul multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
-scale to a group's sum. The second half rounding of the format's definition (of each weight) is left out; `dequantize`
-has it. Sums have one order, so few rows are batch-invariant (`device.rows_are_invariant`): a row's result does not
-depend on the number of rows or its place among them. Calls with `invariant` make it so for any number of rows. BF16
-activations are carried as halves times a power of two of their row.
+the file. A matmul multiplies half activations and accumulates in float32. Where 128 rows have one scale, it multiplies
+with exact differences of codes and zeros and applies the scale to the rows' sum: the second half rounding of the
+format's definition (of each weight) is left out; `dequantize` has it. In units of 256 rows with more scales, it
+multiplies with the weights as the format defines them. Sums have one order, so few rows are batch-invariant
+(`device.rows_are_invariant`): a row's result does not depend on the number of rows or its place among them. Calls with
+`invariant` make it so for any number of rows. BF16 activations are carried as halves times a power of two of their row.
 
 `_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`). This module
 allocates the memory that the plan lists and launches the kernel.

@@ -106,7 +106,7 @@ class QuantMatrix:
             device: "cpu" or a CUDA device, where the matrix takes half activations (see `linear.cuda`).
             name: name of the matrix in messages.
             fine_scales: store a scale for every 32 rows on a GPU, not for 128, so that one launch takes the matrix with
-                others of which one `has_fine_scales`. Results on a GPU may differ in the last bit; ignored on the CPU.
+                others of which one `has_fine_scales`. Results are the same; ignored on the CPU.
 
         Raises:
             FormatError: the tensors do not fit the format; the message names the matrix.

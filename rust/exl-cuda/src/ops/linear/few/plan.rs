@@ -8,6 +8,7 @@ pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::features::Feature;
+use crate::layout::{ONE_SCALE_A_HALF, WIDTHS_BITS};
 use crate::rows::FEW_ROWS;
 
 /// Threads of a block of `kernels/linear/direct.cuh`.
@@ -88,21 +89,31 @@ pub(super) fn copies(matrices: &[&Matrix]) -> Vec<usize> {
 
 /// Whether a unit of the matrix has several widths. A last unit without rows in all its quarters counts.
 fn mixes_widths(matrix: &Matrix) -> bool {
-    let mixed = |&widths: &u32| widths & 0xf != 0 && widths != (widths & 0xf) * 0x1111;
+    let mixed = |&widths: &u32| {
+        let widths = widths & !ONE_SCALE_A_HALF;
+        widths & 0xf != 0 && widths != (widths & 0xf) * 0x1111
+    };
     matrix.unit_widths.iter().any(mixed)
 }
 
-/// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and the index of each matrix's first
-/// unit. None if there is no room for all units.
+/// Bits of a unit's offset in the list of units; its widths have the others.
+const OFFSET_BITS: u32 = u32::BITS - WIDTHS_BITS;
+
+/// The units of all matrices with the end of each, {offset / 16, widths} in a word, and the index of each matrix's first unit. None if
+/// there is no room for all units.
 fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
     let (mut list, mut begin, mut at) = ([0; LISTED], [-1; MATRICES], 0);
     for (matrix, begin) in matrices.iter().zip(&mut begin) {
         *begin = at as i32;
         for (&offset, &widths) in matrix.unit_offsets.iter().zip(&matrix.unit_widths) {
-            if at == LISTED || offset % 16 != 0 || offset >> 20 != 0 || widths >> 16 != 0 {
+            if at == LISTED
+                || offset % 16 != 0
+                || offset >> 4 >> OFFSET_BITS != 0
+                || widths >> WIDTHS_BITS != 0
+            {
                 return ([0; LISTED], [-1; MATRICES]);
             }
-            list[at] = offset >> 4 | widths << 16;
+            list[at] = offset >> 4 | widths << OFFSET_BITS;
             at += 1;
         }
     }

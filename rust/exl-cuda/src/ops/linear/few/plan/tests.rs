@@ -35,8 +35,8 @@ fn parameters_list_all_units_or_none() {
             assert_eq!(begin >= 0, known);
             for (u, &offset) in a.unit_offsets.iter().enumerate().filter(|_| known) {
                 let unit = list[begin as usize + u];
-                assert_eq!((unit & 0xffff) * 16, offset);
-                assert_eq!(unit >> 16, a.unit_widths[u]);
+                assert_eq!((unit & 0x7fff) * 16, offset);
+                assert_eq!(unit >> 15, a.unit_widths[u]);
             }
         }
     }
