@@ -97,7 +97,8 @@ def test_equal_groups_keep_their_few_scales(tmp_path: Path) -> None:
     [
         ([(4, 128)] * 3, False),
         ([(5, 64)] * 4, True),
-        ([(8, 32), (4, 128)], True),
+        ([(8, 32), (4, 128)], False),
+        ([(8, 32), (8, 32), (4, 128)], True),
         ([(8, 32)] * 4 + [(4, 128)], True),
         ([(6, 256), (4, 128), (4, 128)], False),
     ],

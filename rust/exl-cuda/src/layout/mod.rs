@@ -1,8 +1,8 @@
 //! Weights in the order that tensor cores read.
 //!
 //! * A **tile** is 16 output features. The image is tile after tile, all with the same size and inner order.
-//! * A **slice** is 32 rows of K of one bit width and one quantization group. Slices are ordered by width, padded to pairs; padding
-//!   rows have no input feature and are multiplied by an activation of zero.
+//! * A **slice** is 32 rows of K of one quantization group, stored with one bit width; `plan::ordered` gives their order. Few matrices have
+//!   padding rows, which have no input feature and are multiplied by an activation of zero.
 //! * A **chunk** is two slices (64 rows) of a tile: `128 * bits` bytes. A **unit** is up to four chunks (256 rows) and their scales, which
 //!   one warp processes at a time.
 //! * In a chunk, lane L = 4 g + t holds 16 **fields** of two codes each. Field 4 j + r is register r of matrix instruction j

@@ -198,6 +198,12 @@ impl Layout {
                 rest.fill(neutral);
                 if source >= 0 {
                     codes.columns(source as usize, begin, known);
+                    // Codes that are stored with more bits than they have.
+                    let group = self.groups[(chunk * CHUNK_ROWS + row) / self.entry_rows] as usize;
+                    let more = neutral - codes.neutral(group);
+                    if more != 0 {
+                        known.iter_mut().for_each(|code| *code += more);
+                    }
                 }
             }
             for column in (begin..(begin + BLOCK_COLUMNS).min(last)).step_by(TILE) {

@@ -3,7 +3,7 @@
 use exl_format::exl2::{Exl2View, Group};
 use exl_format::gptq::GptqView;
 
-use super::{CHUNKS_PER_UNIT, Layout, ONE_SCALE_A_HALF, SLICE_ROWS, Scales, Unit};
+use super::{Layout, ONE_SCALE_A_HALF, SLICE_ROWS, Scales, UNIT_ROWS, Unit};
 
 /// A matrix that this layout cannot hold.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Layout {
         out_features: usize,
         feature_of: impl Fn(usize) -> i32,
     ) -> Result<Self, Problem> {
-        let slices = in_pairs(slices);
+        let slices = ordered(slices);
         let rows = slices.len() * SLICE_ROWS;
         // Scattered activations are addressed with 16 bits.
         let limit = usize::from(u16::MAX);
@@ -133,32 +133,140 @@ impl Layout {
     }
 }
 
-/// The slices ordered by width; each width is padded to an even number. Widths whose slices mostly lie in runs of one group come first, so
-/// that small groups of other widths do not shift these runs; else widths have the order in which they first appear.
-fn in_pairs(slices: &[Slice]) -> Vec<Slice> {
-    let mut widths: Vec<(u32, Vec<Slice>)> = Vec::new();
+/// The slices in their order. All slices of a chunk have one width.
+///
+/// Slices that form a run of one group come first, so that other groups do not shift runs; then come the others, which are paired. Both are
+/// ordered by width, in the order in which widths first appear.
+fn ordered(slices: &[Slice]) -> Vec<Slice> {
+    let mut widths: Vec<Width> = Vec::new();
     for slice in slices {
-        match widths.iter_mut().find(|(bits, _)| *bits == slice.bits) {
-            Some((_, found)) => found.push(slice.clone()),
-            None => widths.push((slice.bits, vec![slice.clone()])),
+        match widths.iter_mut().find(|width| width.bits == slice.bits) {
+            Some(width) => width.others.push(slice.clone()),
+            None => widths.push(Width::new(slice)),
         }
     }
-    for (bits, slices) in &mut widths {
-        if slices.len() % 2 == 1 {
-            let last = slices[slices.len() - 1].group;
-            slices.extend(Slice::of_group(*bits, last, &[-1; SLICE_ROWS]));
-        }
+    for width in &mut widths {
+        width.move_runs();
     }
-    let mostly_runs = |slices: &[Slice]| {
-        let runs = slices.chunks(RUN);
-        2 * runs.clone().filter(|run| share_groups(run)).count() > runs.len()
-    };
-    let (first, last): (Vec<_>, Vec<_>) = widths
+    make_pairs(&mut widths);
+    let wide = take_wide(&mut widths);
+    let (runs, others): (Vec<_>, Vec<_>) = widths
         .into_iter()
-        .partition(|(_, slices)| mostly_runs(slices));
-    let ordered = first.into_iter().chain(last);
-    ordered.flat_map(|(_, slices)| slices).collect()
+        .map(|width| (width.runs, width.others))
+        .unzip();
+    let rest: Vec<Slice> = runs.into_iter().chain(others).flatten().collect();
+    spread(wide, rest)
 }
+
+/// The slices of one width, those that form runs of one group and the others.
+struct Width {
+    bits: u32,
+    runs: Vec<Slice>,
+    others: Vec<Slice>,
+}
+
+impl Width {
+    fn new(first: &Slice) -> Self {
+        Self {
+            bits: first.bits,
+            runs: Vec::new(),
+            others: vec![first.clone()],
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.runs.len() + self.others.len()
+    }
+
+    fn move_runs(&mut self) {
+        let mut left = std::mem::take(&mut self.others).into_iter().peekable();
+        while let Some(slice) = left.next() {
+            let mut run = vec![slice];
+            while run.len() < RUN
+                && let Some(next) = left.next_if(|next| next.group == run[0].group)
+            {
+                run.push(next);
+            }
+            if run.len() == RUN {
+                self.runs.append(&mut run);
+            } else {
+                self.others.append(&mut run);
+            }
+        }
+    }
+}
+
+/// Makes the number of slices outside of runs even. A width with an odd number has the first slice of a narrower one, whose codes are
+/// stored with more bits, so that no rows of padding are needed: without them an input can be packed by the launch that computes it.
+fn make_pairs(widths: &mut [Width]) {
+    for i in 0..widths.len() {
+        if widths[i].others.len().is_multiple_of(2) {
+            continue;
+        }
+        let bits = widths[i].bits;
+        let (before, behind) = widths.split_at_mut(i + 1);
+        let others = &mut before[i].others;
+        let narrower = behind
+            .iter_mut()
+            .find(|width| width.bits < bits && !width.others.is_empty());
+        let second = match narrower {
+            Some(width) => width.others.remove(0),
+            None => Slice {
+                rows: [-1; SLICE_ROWS],
+                ..others[others.len() - 1].clone()
+            },
+        };
+        others.push(Slice { bits, ..second });
+    }
+}
+
+/// The slices of the widest width, if it has few of them and at least twice the bits of the most frequent width.
+fn take_wide(widths: &mut [Width]) -> Vec<Slice> {
+    let all: usize = widths.iter().map(Width::len).sum();
+    let frequent = widths.iter().max_by_key(|width| width.len());
+    let frequent = frequent.map_or(0, |width| width.bits);
+    match widths.iter_mut().max_by_key(|width| width.bits) {
+        Some(width) if width.bits >= 2 * frequent && width.len() * FEWEST_TO_WIDE <= all => {
+            let mut wide = std::mem::take(&mut width.runs);
+            wide.append(&mut width.others);
+            wide
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Spreads `wide` evenly over the units: rings of stages have room for the largest stage in every slot. A unit has four slices of them at most.
+fn spread(wide: Vec<Slice>, mut rest: Vec<Slice>) -> Vec<Slice> {
+    let units = (wide.len() + rest.len()).div_ceil(UNIT_SLICES);
+    let wide: Vec<_> = wide.chunks(UNIT_SLICES / 2).collect();
+    let count = wide.len();
+    let mut places = (0..count).map(|i| (2 * i + 1) * units / (2 * count));
+    let mut next = places.next();
+    // The slices that share units with wide ones are the last.
+    let shared: usize = wide.iter().map(|part| UNIT_SLICES - part.len()).sum();
+    let mut partners = rest
+        .split_off(rest.len().saturating_sub(shared))
+        .into_iter();
+    let mut rest = rest.into_iter();
+    let mut wide = wide.into_iter();
+    let mut all = Vec::new();
+    for unit in 0..units {
+        if next == Some(unit) {
+            let part = wide.next().unwrap_or_default();
+            all.extend_from_slice(part);
+            all.extend(partners.by_ref().take(UNIT_SLICES - part.len()));
+            next = places.next();
+        } else {
+            all.extend(rest.by_ref().take(UNIT_SLICES));
+        }
+    }
+    all.extend(rest);
+    all
+}
+
+const UNIT_SLICES: usize = UNIT_ROWS / SLICE_ROWS;
+/// Slices of all widths for each one of a wide width.
+const FEWEST_TO_WIDE: usize = 8;
 
 /// Slices of the rows of a scale where groups have at least as many.
 const RUN: usize = 4;
@@ -166,7 +274,7 @@ const RUN: usize = 4;
 /// Whether some groups of an EXL2 matrix have fewer rows than [`RUN`] slices, or begin within such a run: a scale is then stored for every
 /// slice.
 pub fn has_fine_scales(groups: &[Group]) -> bool {
-    !share_groups(&in_pairs(&slices_of(groups)))
+    !share_groups(&ordered(&slices_of(groups)))
 }
 
 fn slices_of(groups: &[Group]) -> Vec<Slice> {
@@ -189,7 +297,7 @@ fn share_groups(slices: &[Slice]) -> bool {
 fn units(slices: &[Slice], fine: bool, scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
     let mut units = Vec::new();
     let mut offset = 0usize;
-    for part in slices.chunks(2 * CHUNKS_PER_UNIT) {
+    for part in slices.chunks(UNIT_SLICES) {
         let bits = || part.chunks(2).map(|chunk| chunk[0].bits);
         let mut widths = bits().enumerate().map(|(c, b)| b << (4 * c)).sum();
         if fine && share_groups(part) {

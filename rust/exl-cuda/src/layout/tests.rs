@@ -132,9 +132,12 @@ fn check_exl2_of(groups: &[(u32, usize)], n: usize, seed: u32, fine: bool) -> La
         let group = view.group_of(packed);
         assert_eq!(layout.maxima[row / layout.entry_rows], view.smax(group));
         for column in 0..n {
+            // A code may be stored with more bits than it has.
+            let stored = layout.chunk(row / CHUNK_ROWS).1;
+            let zero = view.groups()[group].zero();
             assert_eq!(
-                layout.code(&image, row, column),
-                view.code(packed, column),
+                layout.code(&image, row, column) as i32 - (1 << (stored - 1)),
+                view.code(packed, column) as i32 - zero as i32,
                 "row {row} column {column}"
             );
             let (unit, entry) = (row / UNIT_ROWS, row % UNIT_ROWS / layout.entry_rows);
@@ -160,29 +163,59 @@ fn a_plain_matrix_has_the_size_of_its_codes() {
 #[test]
 fn widths_that_split_an_entry_fall_back_to_short_entries() {
     assert_eq!(check_exl2(&[(5, 4), (4, 4), (4, 4)], 32, 2).entry_rows, 128);
-    assert_eq!(check_exl2(&[(5, 2), (4, 4), (4, 4)], 32, 3).entry_rows, 32);
+    assert_eq!(check_exl2(&[(5, 2), (4, 4), (4, 4)], 32, 3).entry_rows, 128);
+    assert_eq!(check_exl2(&[(5, 2), (4, 4), (4, 2)], 32, 3).entry_rows, 32);
     let odd = check_exl2(&[(8, 1), (6, 1), (5, 1), (4, 1), (3, 1), (2, 1)], 32, 4);
     assert_eq!(
         (odd.entry_rows, odd.rows(), odd.units.len()),
-        (32, 6 * 64, 3)
+        (32, 6 * 32, 2)
     );
 }
 
 #[test]
 fn a_matrix_has_units_of_many_and_of_few_scales() {
-    let groups: Vec<_> = [(8, 1); 8].into_iter().chain([(4, 4); 6]).collect();
-    let widths = |groups: &[(u32, usize)]| {
-        let layout = check_exl2_of(groups, 32, 5, true);
-        let units = layout.units.iter();
-        units.map(|unit| unit.widths).collect::<Vec<_>>()
-    };
-    assert_eq!(widths(&groups), [0x14444, 0x14444, 0x14444, 0x8888, 0]);
+    let many: Vec<_> = [(5, 1); 8].into_iter().chain([(4, 4); 6]).collect();
+    assert_eq!(widths(&many), [0x14444, 0x14444, 0x14444, 0x5555, 0]);
     // Groups that begin within a half.
     assert_eq!(widths(&[(4, 2), (4, 4), (4, 2)]), [0x4444, 0]);
+    assert_eq!(widths(&[(4, 3), (4, 3), (4, 2)]), [0x4444, 0]);
     assert_eq!(widths(&[(4, 4), (4, 3)]), [0x14444, 0]);
-    // Six slices of 8 bits do not shift those of 4.
-    let groups: Vec<_> = [(8, 1); 6].into_iter().chain([(4, 4); 6]).collect();
-    assert_eq!(widths(&groups), [0x14444, 0x14444, 0x14444, 0x888, 0]);
+    // The rest of 4 bits does not shift the runs of 3.
+    let groups = [(4, 4), (4, 2), (3, 4), (3, 4), (2, 1), (2, 1)];
+    assert_eq!(widths(&groups), [0x13344, 0x2433, 0]);
+}
+
+#[test]
+fn a_slice_without_a_partner_takes_one_of_fewer_bits() {
+    // 13 slices of 5 bits, 19 of 4: no padding, and the order of the file.
+    let groups: Vec<_> = [(5, 1); 13].into_iter().chain([(4, 1); 19]).collect();
+    let layout = check_exl2(&groups, 64, 6);
+    assert_eq!(layout.rows(), layout.in_features);
+    assert!(layout.source_rows.iter().is_sorted());
+    assert_eq!(widths(&groups), [0x5555, 0x4555, 0x4444, 0x4444, 0]);
+    // No partner of fewer bits: rows of padding.
+    let layout = check_exl2(&[(5, 4), (4, 3), (4, 4)], 64, 7);
+    assert_eq!(layout.rows(), layout.in_features + SLICE_ROWS);
+}
+
+#[test]
+fn few_rows_of_a_wide_width_are_spread_over_the_units() {
+    // As a converter gives `down` of 14,336 inputs: 8 bits in 5 % of the rows, and a short last group.
+    let wide = [(8, 1)].into_iter().cycle();
+    let groups: Vec<_> = wide.take(23).chain([(4, 4); 106]).chain([(4, 1)]).collect();
+    let found = widths(&groups);
+    assert_eq!(found.len(), 14_336 / UNIT_ROWS + 1);
+    let count = |kind: u32| found.iter().filter(|&&unit| unit == kind).count();
+    assert_eq!((count(0x4488), count(0x14444)), (6, 50));
+    let places: Vec<_> = (0..found.len()).filter(|&u| found[u] == 0x4488).collect();
+    assert!(places.windows(2).all(|two| two[1] - two[0] >= 9));
+    let layout = check_exl2(&groups[23 + 90..], 32, 8);
+    assert_eq!(layout.rows(), layout.in_features.next_multiple_of(64));
+}
+
+fn widths(groups: &[(u32, usize)]) -> Vec<u32> {
+    let layout = check_exl2_of(groups, 32, 5, true);
+    layout.units.iter().map(|unit| unit.widths).collect()
 }
 
 #[test]
