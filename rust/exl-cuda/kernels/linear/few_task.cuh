@@ -57,7 +57,7 @@ struct FewTask {
   uint8_t* next;
   const uint16_t* next_rows;  // null if rows are in the features' order
   float* next_squares;
-  uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with each matrix's end
+  uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in a word, with each matrix's end
   FewPart part[FEW_MATRICES];
 };
 ABI_SIZE(FewTask, 824); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);

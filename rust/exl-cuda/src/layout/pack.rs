@@ -192,18 +192,22 @@ impl Layout {
         let last = tiles.end * TILE;
         for begin in (tiles.start * TILE..last).step_by(BLOCK_COLUMNS) {
             let stored = self.out_features.saturating_sub(begin).min(BLOCK_COLUMNS);
-            for (row, out) in buffer.chunks_exact_mut(BLOCK_COLUMNS).enumerate() {
+            for row in 0..CHUNK_ROWS {
+                let at = row * BLOCK_COLUMNS;
                 let source = self.source_rows[chunk * CHUNK_ROWS + row];
-                let (known, rest) = out.split_at_mut(if source >= 0 { stored } else { 0 });
+                if source < 0 && row > 0 {
+                    // A padding row has the weights of the row before, which are finite, and is multiplied by zero.
+                    buffer.copy_within(at - BLOCK_COLUMNS..at, at);
+                    continue;
+                }
+                let (known, rest) = buffer[at..at + BLOCK_COLUMNS].split_at_mut(stored);
                 rest.fill(neutral);
-                if source >= 0 {
-                    codes.columns(source as usize, begin, known);
-                    // Codes that are stored with more bits than they have.
-                    let group = self.groups[(chunk * CHUNK_ROWS + row) / self.entry_rows] as usize;
-                    let more = neutral - codes.neutral(group);
-                    if more != 0 {
-                        known.iter_mut().for_each(|code| *code += more);
-                    }
+                codes.columns(source as usize, begin, known);
+                // Codes that are stored with more bits than they have.
+                let group = self.groups[(chunk * CHUNK_ROWS + row) / self.entry_rows] as usize;
+                let more = neutral - codes.neutral(group);
+                if more != 0 {
+                    known.iter_mut().for_each(|code| *code += more);
                 }
             }
             for column in (begin..(begin + BLOCK_COLUMNS).min(last)).step_by(TILE) {

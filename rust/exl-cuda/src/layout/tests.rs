@@ -125,6 +125,9 @@ fn check_exl2_of(groups: &[(u32, usize)], n: usize, seed: u32, fine: bool) -> La
     for row in 0..layout.rows() {
         let feature = layout.features[row];
         if feature < 0 {
+            let same =
+                |column| layout.code(&image, row, column) == layout.code(&image, row - 1, column);
+            assert!((0..n).all(same), "row {row} of padding");
             continue;
         }
         let packed = view.invperm()[feature as usize] as usize;
