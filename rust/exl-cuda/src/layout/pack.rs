@@ -207,7 +207,9 @@ impl Layout {
                 let group = self.groups[(chunk * CHUNK_ROWS + row) / self.entry_rows] as usize;
                 let more = neutral - codes.neutral(group);
                 if more != 0 {
-                    known.iter_mut().for_each(|code| *code += more);
+                    for code in known.iter_mut() {
+                        *code += more;
+                    }
                 }
             }
             for column in (begin..(begin + BLOCK_COLUMNS).min(last)).step_by(TILE) {

@@ -155,7 +155,7 @@ fn ordered(slices: &[Slice]) -> Vec<Slice> {
         .map(|width| (width.runs, width.others))
         .unzip();
     let rest: Vec<Slice> = runs.into_iter().chain(others).flatten().collect();
-    spread(wide, rest)
+    spread(&wide, rest)
 }
 
 /// The slices of one width, those that form runs of one group and the others.
@@ -236,7 +236,7 @@ fn take_wide(widths: &mut [Width]) -> Vec<Slice> {
 }
 
 /// Spreads `wide` evenly over the units: rings of stages have room for the largest stage in every slot. A unit has four slices of them at most.
-fn spread(wide: Vec<Slice>, mut rest: Vec<Slice>) -> Vec<Slice> {
+fn spread(wide: &[Slice], mut rest: Vec<Slice>) -> Vec<Slice> {
     let units = (wide.len() + rest.len()).div_ceil(UNIT_SLICES);
     let wide: Vec<_> = wide.chunks(UNIT_SLICES / 2).collect();
     let count = wide.len();
