@@ -47,6 +47,11 @@ def changed(folder: Path, odd: str, key: str) -> Path:
     return folder
 
 
+def has_batch_kernels() -> bool:
+    """Whether 9 to 64 rows are multiplied by launches of several matrices: not on Turing cards."""
+    return bool(Card.device(0).features & {"wgmma", "mma_pipeline"})
+
+
 class Launches:
     """Counts launches of kernels between two readings."""
 
@@ -88,7 +93,7 @@ def test_other_layers_keep_their_joined_launches(odd: str, tmp_path: Path, monke
         assert plan.refusal_of_rows(rows) is None
         want, got, launches = passes(model, plan, rows)
         assert torch.equal(want, got), rows
-        if rows in (12, 64):
+        if rows in (12, 64) and has_batch_kernels():
             # q+k+v, o, gate+up and down; in the odd layer three quantized matrices, or two, for q+k+v. The head.
             assert launches.read("gemm_batch_") == 4 * (LAYERS - 1) + 3 + (3 if odd == "permuted" else 2) + 1
             assert launches.read("add_rms_norm") == 1, "of the odd half, which alone adds in a launch of its own"
@@ -107,7 +112,7 @@ def test_a_float_head_is_multiplied_in_blocks_of_rows(tmp_path: Path, monkeypatc
         assert plan.refusal_of_rows(rows) is None
         want, got, launches = passes(model, plan, rows)
         assert torch.equal(want, got), rows
-        if rows == 64:
+        if rows == 64 and has_batch_kernels():
             assert launches.read("gemm_batch_") == 4 * LAYERS
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.norm import rms_norm
 from exl_kernels.reference import attention as twin
 from exl_kernels.rope import apply_rope
+from exl_kernels.selection import Card
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ
 """compute-sanitizer: a launch takes a thousand times as long, so that a case is content with fewer."""
@@ -118,12 +120,25 @@ def make_case(
 
 
 def make_cuda_case(kind: Any, lengths: list[int], *, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
-    return make_case(kind, lengths, device="cuda", dtype=dtype, **options)
+    """A case on the first GPU. Skips the test where caches of such pages are refused when they are made."""
+    case = make_case(kind, lengths, device="cuda", dtype=dtype, **options)
+    if (refusal := Card.device(0).refusal_of_pages(kind, case.q.shape[-1])) is not None:
+        pytest.skip(refusal)
+    return case
 
 
 def is_prompt(plan: _native.AttentionPlan) -> bool:
     """Return whether blocks take tiles of many query rows."""
     return plan.kernel.endswith(("_prefill", "_wide"))
+
+
+def require_prompt_kernel(plan: _native.AttentionPlan) -> None:
+    """Fail without a kernel of prompts, or skip the test where blocks of the card have too little shared memory."""
+    if is_prompt(plan):
+        return
+    why = "; ".join(refused.why for refused in plan.refused)
+    assert "shared memory" in why
+    pytest.skip(f"{plan.kernel} computes prompts: {why}")
 
 
 def assert_close(got: Tensor, oracle: Tensor, bound: float = BOUND) -> None:

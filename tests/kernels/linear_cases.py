@@ -7,9 +7,22 @@ from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import FusedNorm
+from exl_kernels.selection import LIMITS, Card
 
 K = 1024
 DTYPES = [torch.float16, torch.bfloat16]
+
+
+def reads_plain_rows(rows: int) -> bool:
+    """Whether a matmul of so many rows reads them as they are, where most kernels read what another launch packs.
+
+    gemv_ring packs its own input, for up to `few_rows` rows on cards without clusters, which have no gemm_few. Turing
+    cards have no kernel for packed input of more rows.
+    """
+    features = Card.device(0).features
+    if rows > LIMITS.few_rows:
+        return not features & {"wgmma", "mma_pipeline"}
+    return "bulk_copy" in features and (rows <= LIMITS.gemv_rows or "clusters" not in features)
 
 
 def words(*shape: int, seed: int) -> Tensor:

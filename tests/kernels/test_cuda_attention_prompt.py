@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, Case, assert_close, is_prompt, make_cuda_case
+from attention_cases import KINDS, UNDER_A_TOOL, Case, assert_close, make_cuda_case, require_prompt_kernel
 
 pytestmark = pytest.mark.cuda
 
@@ -34,7 +34,7 @@ def last_tokens(counts: list[int], lengths: list[int]) -> tuple[list[int], list[
 def check(case: Case, rows: list[int], positions: list[int], keys: int = BOUND, **options: Any) -> int:
     """Compare blocks that share keys with blocks that have tiles of their own; return how many share a tile."""
     plan = case.plan(len(rows), keys)
-    assert is_prompt(plan)
+    require_prompt_kernel(plan)
     # By a bound of one key the plan has one block a tile; it reads all keys all the same.
     alone = case.run(rows, positions, max_keys=1, **options)
     shared = case.run(rows, positions, max_keys=keys, **options)
@@ -81,7 +81,7 @@ def test_masks_that_hide_all_keys_of_a_block(kind: Any) -> None:
     mask = torch.zeros(2, 1500)
     mask[0, :600] = mask[1, 500:] = -torch.inf
     rows, positions = last_tokens([20, 20], [1500, 1500])
-    assert is_prompt(case.plan(40, BOUND))
+    require_prompt_kernel(case.plan(40, BOUND))
     shared = case.run(rows, positions, max_keys=BOUND, key_mask=mask.cuda())
     assert torch.equal(shared, case.run(rows, positions, max_keys=1, key_mask=mask.cuda()))
     assert_close(shared[[0, 39]], case.oracle([0, 1], [1480, 1499], key_mask=mask))
@@ -91,7 +91,7 @@ def test_positions_that_see_no_keys_of_later_blocks() -> None:
     """Tokens of one tile on both sides of the border between two blocks, and rows without a sequence."""
     case = make_wide_case("fp16", [1100], heads=1, groups=8, dim=128)
     rows, positions = [0] * 32 + [5, -1], [*range(1008, 1040), 3, 4]
-    assert is_prompt(case.plan(34, BOUND))
+    require_prompt_kernel(case.plan(34, BOUND))
     shared = case.run(rows, positions, max_keys=BOUND)
     assert torch.equal(shared, case.run(rows, positions, max_keys=1))
     assert_close(shared[:32], case.oracle(rows[:32], positions[:32]))

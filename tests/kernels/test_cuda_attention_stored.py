@@ -87,6 +87,7 @@ def test_results_go_packed_to_the_next_matmul(tokens: int) -> None:
     assert torch.equal(matmul.from_input(given, x.new_empty(tokens, 64)), want)
 
 
+@pytest.mark.needs("wgmma|mma_pipeline")  # for a matmul that takes the packed input of 17 rows
 def test_many_tokens_of_a_row_are_a_prompt() -> None:
     case = make_cuda_case("fp16", [300], heads=2, groups=4, dim=128, page_size=64)
     options = attention_options(0.1, window=0, softcap=0.0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import matmul_of
+from linear_cases import reads_plain_rows
 from torch import Tensor
 
 from exl_kernels.attention.cuda import Rotation
@@ -18,7 +19,7 @@ from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import FEW_ROWS, LIMITS
+from exl_kernels.selection import FEW_ROWS
 
 pytestmark = pytest.mark.cuda
 
@@ -81,7 +82,7 @@ def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int
     post, norm = FusedNorm(randn(width, seed=2), 1e-5), FusedNorm(randn(width, seed=3), 1e-6, 1.0)
     given = matmul.input_of(rows)
     if given is None:
-        assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
+        assert reads_plain_rows(rows)
         return
     given.scratch.fill_(0xA5)
     for one in (post, None):
@@ -112,7 +113,7 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
         matmul = FusedLinear([matmul_of(width, kind)])
         given = matmul.input_of(rows)
         if given is None:
-            assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
+            assert reads_plain_rows(rows)
             return
         given.scratch.fill_(0xA5)
         want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))
@@ -149,8 +150,8 @@ def test_packed_rows_are_the_input_of_joined_matmuls(rows: int) -> None:
     ):
         given = matmul.input_of(rows)
         if given is None:
-            assert rows > FEW_ROWS, "small gated matrices leave their gate to a launch"
-            assert matmul.activation == "silu"
+            # Small gated matrices leave their gate to a launch.
+            assert reads_plain_rows(rows) or (rows > FEW_ROWS and matmul.activation == "silu")
             continue
         x = randn(rows, 512, dtype=torch.float16)
         h = layer_norm(x, weight, None, 1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import matmul_of
-from linear_cases import K, exl2, norm_of, qkv
+from linear_cases import K, exl2, norm_of, qkv, reads_plain_rows
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError, UnsupportedError
@@ -16,7 +16,6 @@ from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
 from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.norm import rms_norm
-from exl_kernels.selection import LIMITS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core: lora")]
 
@@ -162,7 +161,7 @@ def test_a_group_packs_the_input_of_a_matmul(rows: int, width: int, normed: bool
         matmul = FusedLinear([matmul_of(width, kind)])
         given = matmul.input_of(rows)
         if given is None:
-            assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
+            assert reads_plain_rows(rows)
             return
         given.scratch.fill_(0xA5)
         group = LoraGroup(group_of(1, WIDTHS, width, (16, 1, 8, 5)), width, WIDTHS)
