@@ -222,6 +222,23 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
         assert not workers.idle
 
 
+def test_a_large_schema_is_translated_in_the_other_process(monkeypatch):
+    """Translating takes Python milliseconds, in which other threads of this process could not run."""
+    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+    large = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
+    small = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
+
+    def translated(*_: Any, **__: Any) -> str:
+        raise AssertionError("translated here")
+
+    monkeypatch.setattr("exl_filters.grammar.plain_source", translated)
+    monkeypatch.setattr("exl_filters.grammar.grammar_text", translated)
+    filter_ = ExLlamaV2GrammarFilter(None, V, json_schema=large, budget=LONG)
+    assert filter_.forced().startswith(b"{")
+    with pytest.raises(AssertionError, match="translated here"):
+        ExLlamaV2GrammarFilter(None, V, json_schema=small, budget=LONG)
+
+
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
     source: dict[str, Any] = {"regex": "|".join(f"word{i}" for i in range(2000))}
     ExLlamaV2GrammarFilter(None, V, **source)
