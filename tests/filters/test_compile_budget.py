@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from exl_filters import (
     trial,
 )
 from exl_filters.plain import is_plain
+from exl_filters.priority import NICENESS
 from exl_filters.testing import standard_vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
@@ -237,6 +239,17 @@ def test_a_large_schema_is_translated_in_the_other_process(monkeypatch):
     assert filter_.forced().startswith(b"{")
     with pytest.raises(AssertionError, match="translated here"):
         ExLlamaV2GrammarFilter(None, V, json_schema=small, budget=LONG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_other_processes_come_before_one_that_tries_grammars():
+    source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 17}]}}
+    ExLlamaV2GrammarFilter(None, V, **source, budget=LONG)
+    worker = trial.workers.idle[0].process.pid
+    assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    session = Path(f"/proc/{worker}/autogroup")
+    if session.exists():
+        assert session.read_text().split()[-2:] == ["nice", str(NICENESS)]
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():

@@ -1,7 +1,8 @@
 """Process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, JSON over pipes.
 
 It uses the standard library, llguidance or xgrammar, imported from DIRECTORY, and the modules of this package that need
-nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone.
+nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Other
+processes come first where cores are few: a large grammar takes one for seconds.
 """
 
 from __future__ import annotations
@@ -176,6 +177,9 @@ if __name__ == "__main__":
     importlib.import_module(library)
     if library == "llguidance":
         pass
+    from exl_filters.priority import yield_cores
+
+    yield_cores()
     _base = HEADROOM + address_space()
 
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
