@@ -27,8 +27,8 @@ from exl_filters import (
     compile_within,
     trial,
 )
+from exl_filters.cores import NICENESS
 from exl_filters.plain import is_plain
-from exl_filters.priority import NICENESS
 from exl_filters.testing import standard_vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")

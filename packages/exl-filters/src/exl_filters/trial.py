@@ -30,14 +30,15 @@ from typing import Any
 
 from exl_filters import trial_worker
 from exl_filters.compiling import CompileBudget, Deadline, deadline
+from exl_filters.cores import available_cores
 from exl_filters.errors import FilterCompileError, FilterError
 from exl_filters.trial_worker import receive, send
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Worker", "WorkerPool", "compile_elsewhere", "tried_grammar", "workers"]
 
-# Processes that work at once, kept for the next grammar.
-MOST_WORKERS = 2
+# Processes that work at once, kept for the next grammar: half of the cores, so that other work goes on.
+MOST_WORKERS = max(2, min(4, available_cores() // 2))
 REMEMBERED, REMEMBERED_CHARACTERS = 512, 16 << 20
 START_SECONDS = 60.0
 CANNOT_START = (

@@ -177,7 +177,7 @@ if __name__ == "__main__":
     importlib.import_module(library)
     if library == "llguidance":
         pass
-    from exl_filters.priority import yield_cores
+    from exl_filters.cores import yield_cores
 
     yield_cores()
     _base = HEADROOM + address_space()

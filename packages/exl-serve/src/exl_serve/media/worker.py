@@ -43,7 +43,7 @@ def main() -> None:
     # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
     importlib.import_module("exl_core.image_files")  # late import: after the network is gone
-    from exl_filters.priority import yield_cores
+    from exl_filters.cores import yield_cores
 
     _limit_memory()
     yield_cores()  # behind the start, for which the first request waits

@@ -1,4 +1,4 @@
-"""Let the processes that serve users come first where cores are few."""
+"""The cores that this process may use, and making way for others where they are few."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import contextlib
 import os
 import time
 
-__all__ = ["NICENESS", "yield_cores"]
+__all__ = ["NICENESS", "available_cores", "yield_cores"]
 
 NICENESS = 5
 """A quarter of a core remains for a process of this niceness beside one of niceness 0."""
 TRIES, PAUSE_SECONDS = 5, 0.1
 """The kernel takes the niceness of one session in so many seconds from processes without privileges."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def yield_cores(niceness: int = NICENESS) -> None:
