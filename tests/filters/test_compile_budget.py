@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from exl_filters import (
     compile_within,
     trial,
 )
+from exl_filters.cores import NICENESS
 from exl_filters.plain import is_plain
 from exl_filters.testing import standard_vocabulary
 
@@ -220,6 +222,34 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
     with no_workers() as workers:
         ExLlamaV2GrammarFilter(None, V, **source)
         assert not workers.idle
+
+
+def test_a_large_schema_is_translated_in_the_other_process(monkeypatch):
+    """Translating takes Python milliseconds, in which other threads of this process could not run."""
+    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+    large = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
+    small = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
+
+    def translated(*_: Any, **__: Any) -> str:
+        raise AssertionError("translated here")
+
+    monkeypatch.setattr("exl_filters.grammar.plain_source", translated)
+    monkeypatch.setattr("exl_filters.grammar.grammar_text", translated)
+    filter_ = ExLlamaV2GrammarFilter(None, V, json_schema=large, budget=LONG)
+    assert filter_.forced().startswith(b"{")
+    with pytest.raises(AssertionError, match="translated here"):
+        ExLlamaV2GrammarFilter(None, V, json_schema=small, budget=LONG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_other_processes_come_before_one_that_tries_grammars():
+    source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 17}]}}
+    ExLlamaV2GrammarFilter(None, V, **source, budget=LONG)
+    worker = trial.workers.idle[0].process.pid
+    assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    session = Path(f"/proc/{worker}/autogroup")
+    if session.exists():
+        assert session.read_text().split()[-2:] == ["nice", str(NICENESS)]
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():

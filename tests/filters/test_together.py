@@ -20,7 +20,7 @@ from exl_filters.readers import from_tokenizer_json
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
 from exl_filters.grammar import ExLlamaV2GrammarFilter
-from exl_filters.llg import llguidance
+from exl_filters.library import llguidance
 
 MODEL = from_tokenizer_json(str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-fp16" / "tokenizer.json"))
 STOP = MODEL.eos_token_id

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from served import children_of
 
+from exl_filters.cores import NICENESS
 from exl_serve.config.model import Media
 from exl_serve.errors import ServeError
 from exl_serve.media import reader as media
@@ -62,6 +63,27 @@ def test_it_has_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.readlink("/proc/self/ns/net")
     assert len(networks) == 1
     assert (networks[0] != own) == (may == "0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_other_processes_come_before_it() -> None:
+    """Also those of other sessions, where the kernel schedules by sessions."""
+
+    async def work() -> tuple[int, str, bytes | ServeError]:
+        reader = MediaReader()
+        try:
+            found = await decode(reader, part())
+            (pid,) = decoders()
+            session = Path(f"/proc/{pid}/autogroup")
+            nice = session.read_text().split("nice")[1].strip() if session.exists() else str(NICENESS)
+            return os.getpriority(os.PRIO_PROCESS, pid), nice, found
+        finally:
+            await reader.close()
+
+    own, of_session, pixels = asyncio.run(work())
+    assert pixels == bytes([10, 20, 30] * 16)
+    assert own == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    assert of_session == str(NICENESS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

@@ -12,15 +12,15 @@ from exl_filters.bits import Words
 from exl_filters.compiling import CompileBudget
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected, FilterUsageError
-from exl_filters.grammar_source import grammar_text, plain_source, the_one_source
-from exl_filters.llg import Matcher, compile_matcher, llguidance
+from exl_filters.grammar_source import grammar_text, plain_source, text_source, the_one_source
+from exl_filters.llg import Matcher, compile_matcher, parser_limits
 from exl_filters.masking import masked
-from exl_filters.plain import is_plain
+from exl_filters.plain import is_plain, is_small
 from exl_filters.reasons import source_reason
 from exl_filters.regex_states import PatternStates, State, states_of
 from exl_filters.start_states import AnyMatcher, StartState
 from exl_filters.tokens import as_prefix, as_token
-from exl_filters.trial import convert_ebnf
+from exl_filters.trial import tried_grammar
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 from exl_filters.xgr import compile_xgrammar
 
@@ -371,20 +371,18 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def _compiled(self, budget: CompileBudget) -> Matcher:
         """Compile the grammar with llguidance, within the budget."""
-        llguidance()
-        options, source = self._options, plain_source(self._source)
-        plain = budget.trust or is_plain(source, options["whitespace"], options["limits"])
-        text = grammar_text(
-            source,
-            whitespace=options["whitespace"],
-            no_forcing=options["no_forcing"],
-            leading_space=options["leading_space"],
-            convert_ebnf=None if plain else lambda text: convert_ebnf(text, budget),
-        )
-        ((kind, value),) = source.items()
+        source, limits = text_source(self._source), self._options["limits"]
+        parser_limits(limits)
+        options = {name: self._options[name] for name in ("whitespace", "no_forcing", "leading_space")}
+        plain = plain_source(source) if budget.trust or is_small(source) else None
+        if plain is not None and (budget.trust or is_plain(plain, options["whitespace"], limits)):
+            text = grammar_text(plain, **options)
+        else:
+            text = tried_grammar(source, options, limits, budget, self.vocabulary)
         try:
-            return compile_matcher(text, self.vocabulary, options["limits"], trial=None if plain else budget)
+            return compile_matcher(text, self.vocabulary, limits)
         except FilterCompileError as error:
+            ((kind, value),) = plain_source(source).items()
             raise FilterCompileError(source_reason(kind, value, str(error))) from error.__cause__
 
     def _refuse_empty(self) -> None:

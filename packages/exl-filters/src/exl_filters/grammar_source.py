@@ -1,18 +1,22 @@
-"""Translate the caller's source (schema, pattern, grammar, options) to llguidance's grammar text."""
+"""Translate the caller's source (schema, pattern, grammar, options) to llguidance's grammar text.
+
+Like all modules that it imports, this one needs the standard library and llguidance only: the process in which grammars
+are tried translates them as well.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl_filters.errors import FilterCompileError
 from exl_filters.lark_rules import endless_rules
-from exl_filters.llg import caught, llguidance
+from exl_filters.library import caught, llguidance
 from exl_filters.schema_checks import allowed_escapes, check_schema
 
-__all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "rules_of", "the_one_source"]
+__all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "rules_of", "text_source", "the_one_source"]
 
 BOUNDED_WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 """Whitespace of JSON by default: at most one space, or a newline and indentation, wherever JSON allows whitespace.
@@ -36,6 +40,14 @@ def the_one_source(sources: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def text_source(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the entry's type and size and return it as texts, a schema as JSON: for another process."""
+    ((kind, value),) = source.items()
+    if kind == "json_schema":
+        return {kind: _schema_text(value)}
+    return {kind: _options(value) if kind == "choice" else _string(kind, value)}
+
+
 def plain_source(source: Mapping[str, Any]) -> dict[str, Any]:
     """Check the entry and return it as plain data: a schema unwrapped, options without repeats."""
     ((kind, value),) = source.items()
@@ -50,12 +62,8 @@ def grammar_text(
     whitespace: str,
     no_forcing: bool,
     leading_space: bool,
-    convert_ebnf: Callable[[str], str] | None = None,
 ) -> str:
-    """Return llguidance's grammar for the one entry of `source`, as `plain_source` returns it.
-
-    `convert_ebnf` translates llama.cpp's EBNF to Lark; default: llguidance's converter, in this process.
-    """
+    """Return llguidance's grammar for the one entry of `source`, as `plain_source` returns it."""
     ((kind, value),) = source.items()
     if kind == "llg":
         return _checked_llg(value)
@@ -67,7 +75,7 @@ def grammar_text(
         body = " | ".join(json.dumps(option) for option in value)
     else:
         if kind in ("gbnf", "ebnf"):
-            value = (convert_ebnf or _converted)(value)
+            value = _converted(value)
         return str(_lark(kind, value, leading_space))
     space = '" "? ' if leading_space else ""
     lark = f"{_options_line(no_forcing)}start: {space}({body})\n" if kind == "choice" else ""
@@ -136,16 +144,23 @@ def _check_depth(value: Any) -> None:
         ]
 
 
-def _schema(value: Any) -> dict[str, Any]:
-    """Return the schema as a private copy of JSON data, unwrapped from `{"name": ..., "schema": ...}`."""
+def _schema_text(value: Any) -> str:
+    """Return the JSON text of a schema."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     try:
         text = value if isinstance(value, str) else json.dumps(value)
-        schema = json.loads(_of_size("json_schema", text))
-    except FilterCompileError:
-        raise
     except (TypeError, ValueError, RecursionError) as error:
+        raise FilterCompileError(f"json_schema is not JSON: {error}") from error
+    return _of_size("json_schema", text)
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    """Return the schema as a private copy of JSON data, unwrapped from `{"name": ..., "schema": ...}`."""
+    text = _schema_text(value)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise FilterCompileError(f"json_schema is not JSON: {error}") from error
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict | bool) and "name" in schema:
         schema = schema["schema"]

@@ -15,12 +15,12 @@ from typing import Any
 
 from exl_filters import bits
 from exl_filters.bits import Words
-from exl_filters.compiling import CompileBudget
-from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
+from exl_filters.errors import FilterCompileError, FilterFailed
+from exl_filters.library import caught, llguidance
 from exl_filters.reasons import stop_reason
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["QUICK", "Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
+__all__ = ["QUICK", "Matcher", "compile_matcher", "parser_limits", "tokenizer_for"]
 
 QUICK = 0.01
 """Seconds that a grammar takes at most to be compiled again, for jobs that run at the same time."""
@@ -36,15 +36,6 @@ def _renew_lock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
-
-
-def llguidance() -> Any:
-    """Import llguidance. Raises `MissingExtra` where it is not installed."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise MissingExtra("ExLlamaV2GrammarFilter", "grammar", "llguidance") from error
-    return llguidance
 
 
 class _Wrapper:
@@ -228,12 +219,21 @@ class Matcher:
             raise FilterFailed(f"llguidance: {stop_reason(str(self.raw.get_error()))}")
 
 
+def parser_limits(limits: Mapping[str, int] | None) -> Any:
+    """Return llguidance's object for limits by name. Raises `FilterCompileError` for other names and values."""
+    for name, limit in (limits or {}).items():
+        if not isinstance(limit, int) or limit < 0:
+            raise FilterCompileError(f"limits: {name} is {limit!r}; it must be an integer of 0 or more")
+    try:
+        return llguidance().LLParserLimits(verbose_errors=False, **(limits or {}))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FilterCompileError(f"limits: {error}") from error
+
+
 def compile_matcher(
     grammar: str,
     vocabulary: Vocabulary,
     limits: Mapping[str, int] | None = None,
-    *,
-    trial: CompileBudget | None = None,
 ) -> Matcher:
     """Compile `grammar` (llguidance's serialized form) and return a matcher at its start.
 
@@ -241,27 +241,14 @@ def compile_matcher(
         grammar: The grammar.
         vocabulary: The vocabulary that masks cover.
         limits: llguidance's parser limits by name; each an integer of 0 or more.
-        trial: Budget within which another process must have compiled the grammar first. None: compile it here at once.
 
     Raises:
         FilterCompileError: with llguidance's reason and position, also when a limit is exceeded.
     """
-    module = llguidance()
-    for name, limit in (limits or {}).items():
-        if not isinstance(limit, int) or limit < 0:
-            raise FilterCompileError(f"limits: {name} is {limit!r}; it must be an integer of 0 or more")
-    options: dict[str, Any] = {"verbose_errors": False, **(limits or {})}
-    try:
-        parser_limits = module.LLParserLimits(**options)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FilterCompileError(f"limits: {error}") from error
-    if trial is not None:
-        from exl_filters.trial import try_grammar
-
-        try_grammar(grammar, options, trial, **_control_tokens(grammar, vocabulary))
+    module, most = llguidance(), parser_limits(limits)
     tokenizer, width = tokenizer_for(vocabulary)
     began = time.perf_counter()
-    raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits))
+    raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=most))
     seconds = time.perf_counter() - began
     if raw.is_error():
         raise FilterCompileError(str(raw.get_error()).strip())
@@ -270,21 +257,3 @@ def compile_matcher(
         raise FilterCompileError("cannot be enforced: " + "; ".join(str(w) for w in warnings))
     again = partial(compile_matcher, grammar, vocabulary, limits) if seconds < QUICK else None
     return Matcher(raw, width, int(tokenizer.eos_token), again=again)
-
-
-def _control_tokens(grammar: str, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return size and control tokens of the vocabulary, where the grammar may name them: `<|name|>`, `<[id]>`."""
-    texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)} if "<" in grammar else {}
-    if "<[" in grammar:
-        return {"width": vocabulary.size, "control": texts}
-    return {"width": 0, "control": dict(enumerate(texts.values()))}
-
-
-def caught(work: Callable[[], Any]) -> Any:
-    """Run llguidance code; its `ValueError`s and panics become `FilterCompileError`."""
-    try:
-        return work()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise FilterCompileError(f"llguidance: {error}") from error

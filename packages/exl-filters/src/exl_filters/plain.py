@@ -12,7 +12,7 @@ from typing import Any
 
 from exl_filters.schema_checks import divisor_of, schemas_in
 
-__all__ = ["is_plain"]
+__all__ = ["is_plain", "is_small"]
 
 MOST_CHARACTERS = 8192
 MOST_DIVISORS = 2000
@@ -31,6 +31,12 @@ SINGLE = frozenset(
 )  # fmt: skip
 # Keywords that refer to other schemas: plain where no other keyword is beside them.
 JOINING = frozenset({"$ref", "anyOf"})
+
+
+def is_small(source: Mapping[str, Any]) -> bool:
+    """Whether the one entry of `source`, as `text_source` returns it, has few enough characters to be plain."""
+    ((kind, value),) = source.items()
+    return (sum(map(len, value)) if kind == "choice" else len(value)) <= MOST_CHARACTERS
 
 
 def is_plain(source: Mapping[str, Any], whitespace: str = "bounded", limits: Mapping[str, int] | None = None) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from concurrent.futures import Executor, Future
 
+from exl_filters.cores import available_cores
 from exl_filters.errors import FilterError
 from exl_filters.llg import Matcher
 from exl_filters.regex_states import PatternStates
@@ -22,8 +22,7 @@ JOBS_OF_LEXER = 6
 
 def most_lexers() -> int:
     """Return how many lexers of a grammar are made at most: as many as threads compute masks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(32, cores * 8 // 10))
+    return max(1, min(32, available_cores() * 8 // 10))
 
 
 class StartState:

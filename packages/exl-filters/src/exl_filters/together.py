@@ -21,7 +21,7 @@ import numpy as np
 from exl_filters import bits
 from exl_filters.background import Pending
 from exl_filters.host import worth_a_thread
-from exl_filters.llg import llguidance
+from exl_filters.library import llguidance
 
 if TYPE_CHECKING:
     from exl_filters.host import FilterStack

@@ -30,14 +30,16 @@ from typing import Any
 
 from exl_filters import trial_worker
 from exl_filters.compiling import CompileBudget, Deadline, deadline
+from exl_filters.cores import available_cores
 from exl_filters.errors import FilterCompileError, FilterError
 from exl_filters.trial_worker import receive, send
+from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["Worker", "WorkerPool", "compile_elsewhere", "convert_ebnf", "try_grammar", "workers"]
+__all__ = ["Worker", "WorkerPool", "compile_elsewhere", "tried_grammar", "workers"]
 
-# Processes that work at once, kept for the next grammar.
-MOST_WORKERS = 2
-REMEMBERED = 512
+# Processes that work at once, kept for the next grammar: half of the cores, so that other work goes on.
+MOST_WORKERS = max(2, min(4, available_cores() // 2))
+REMEMBERED, REMEMBERED_CHARACTERS = 512, 16 << 20
 START_SECONDS = 60.0
 CANNOT_START = (
     "no process for trying the grammar can be started (budget=CompileBudget(trust=True) compiles it in this one, "
@@ -46,52 +48,76 @@ CANNOT_START = (
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 
-def convert_ebnf(text: str, budget: CompileBudget) -> str:
-    """Return the Lark grammar for one in llama.cpp's EBNF, converted in the other process."""
-    return str(workers.ask({"ebnf": text}, budget)["lark"])
-
-
-def try_grammar(
-    grammar: str,
-    limits: Mapping[str, Any],
+def tried_grammar(
+    source: Mapping[str, Any],
+    options: Mapping[str, Any],
+    limits: Mapping[str, int] | None,
     budget: CompileBudget,
-    width: int = 0,
-    control: Mapping[int, str] | None = None,
-) -> None:
-    """Return when llguidance compiles `grammar` within the budget.
+    vocabulary: Vocabulary,
+) -> str:
+    """Return llguidance's grammar for a source that compiles within the budget.
+
+    The other process translates the source as well: a schema takes Python milliseconds, in which a program's other
+    threads would compete for the interpreter.
 
     Args:
-        grammar: llguidance's serialized form.
+        source: One entry, as `grammar_source.text_source` returns it.
+        options: The other arguments of `grammar_source.grammar_text`.
         limits: llguidance's parser limits by name.
         budget: Limits of time and memory.
-        width: Size of the vocabulary, where the grammar may name control tokens.
-        control: Texts of control tokens by id, where the grammar may name them.
+        vocabulary: The vocabulary whose control tokens the grammar may name.
 
     Raises:
         FilterCompileError: the grammar does not compile, exceeds the budget, or ends the process.
     """
-    request = {"grammar": grammar, "limits": dict(limits), "width": width, "control": dict(control or {})}
+    parser = {"verbose_errors": False, **(limits or {})}
+    request = {
+        "source": dict(source),
+        "options": dict(options),
+        "limits": parser,
+        **_control_tokens(source, vocabulary),
+    }
     key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
     with _lock:
-        taken, allowed = _passed.get(key, (math.inf, 0))
+        taken, allowed, grammar = _passed.get(key, (math.inf, 0, ""))
     if taken > budget.seconds or allowed > budget.megabytes:
         reply = workers.ask(request, budget)
         if reply["error"]:
             raise FilterCompileError(reply["error"])
         if reply["warnings"]:
             raise FilterCompileError("cannot be enforced: " + "; ".join(reply["warnings"]))
-        taken = reply["took"]
-        with _lock:
-            _passed[key] = (taken, budget.megabytes)
-            _passed.move_to_end(key)
-            while len(_passed) > REMEMBERED:
-                _passed.popitem(last=False)
+        taken, grammar = reply["took"], reply["grammar"]
+        _remember(key, (taken, budget.megabytes, grammar))
         if taken > budget.seconds:
             # On a busy machine, the timer that kills may fire late.
             raise _too_slow(budget)
     limit = deadline()
     if limit is not None and limit.left() < taken:
         raise limit.error()
+    return grammar
+
+
+def _remember(key: bytes, passed: tuple[float, int, str]) -> None:
+    """Remember a grammar that has passed, and forget those that have not been tried for the longest time."""
+    global _characters
+    with _lock:
+        if key in _passed:
+            _characters -= len(_passed.pop(key)[2])
+        _passed[key] = passed
+        _characters += len(passed[2])
+        while len(_passed) > REMEMBERED or _characters > REMEMBERED_CHARACTERS:
+            _characters -= len(_passed.popitem(last=False)[1][2])
+
+
+def _control_tokens(source: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return size and control tokens of the vocabulary, where the source may name them: `<|name|>`, `<[id]>`."""
+    ((kind, text),) = source.items()
+    if kind in ("json_schema", "regex", "choice") or "<" not in text:
+        return {"width": 0, "control": {}}
+    texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)}
+    if "<[" in text:
+        return {"width": vocabulary.size, "control": texts}
+    return {"width": 0, "control": dict(enumerate(texts.values()))}
 
 
 def compile_elsewhere(
@@ -320,8 +346,9 @@ def _stack() -> int:
 workers = WorkerPool(MOST_WORKERS)
 """The processes of this process."""
 _lock = threading.Lock()
-# Seconds taken and megabytes allowed, by grammar that passed.
-_passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+# Seconds taken, megabytes allowed and llguidance's grammar, by request that passed; and the characters of them all.
+_passed: OrderedDict[bytes, tuple[float, int, str]] = OrderedDict()
+_characters = 0
 
 
 def _forget() -> None:

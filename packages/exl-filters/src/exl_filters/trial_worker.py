@@ -1,17 +1,20 @@
 """Process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, JSON over pipes.
 
-It uses the standard library and llguidance or xgrammar, imported from DIRECTORY, and nothing else of its parent's
-environment. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone.
+It uses the standard library, llguidance or xgrammar, imported from DIRECTORY, and the modules of this package that need
+nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Other
+processes come first where cores are few: a large grammar takes one for seconds.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import struct
 import sys
 import threading
 import time
+from types import ModuleType
 from typing import IO, Any
 
 # Address space beyond the use at the start, for arenas of threads and buffers.
@@ -50,30 +53,46 @@ class _Bytes:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request.
 
-    Returns `{"lark": text}` for an EBNF text; `{"error": reason, "warnings": [...]}` for a grammar; `{"compiled":
-    text}` for a grammar of xgrammar, or `{"unknown": True}` where its vocabulary has not arrived; `{"refused": reason}`
-    for an exception.
+    Returns `{"error": reason, "warnings": [...], "grammar": text}` for a source of llguidance; `{"compiled": text}` for
+    a grammar of xgrammar, or `{"unknown": True}` where its vocabulary has not arrived; `{"refused": reason}` for an
+    exception.
     """
     try:
         if "call" in request:
             return compiled_by_xgrammar(request)
-        if "ebnf" in request:
-            from llguidance.gbnf_to_lark import any_to_lark
-
-            return {"lark": any_to_lark(request["ebnf"])}
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-        words = _Bytes(request["width"], {int(i): text for i, text in request["control"].items()})
-        tokenizer = LLTokenizer(words, n_vocab=len(words.tokens), eos_token=words.eos_token_id)  # type: ignore[arg-type]
-        limits = LLParserLimits(**request["limits"])
-        matcher = LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return {"error": matcher.get_error().strip(), "warnings": list(matcher.get_grammar_warnings())}
+        return tried_by_llguidance(request)
     except BaseException as error:  # a Rust panic is a BaseException
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             sys.exit("out of memory")
         return {"refused": str(error)}
+
+
+def tried_by_llguidance(request: dict[str, Any]) -> dict[str, Any]:
+    """Translate a source to llguidance's grammar and compile it."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from exl_filters.errors import FilterCompileError
+    from exl_filters.grammar_source import grammar_text, plain_source
+    from exl_filters.reasons import source_reason
+
+    try:
+        source = plain_source(request["source"])
+        grammar = grammar_text(source, **request["options"])
+    except FilterCompileError as error:
+        return {"error": str(error), "warnings": [], "grammar": ""}
+    words = _Bytes(request["width"], {int(i): text for i, text in request["control"].items()})
+    tokenizer = LLTokenizer(words, n_vocab=len(words.tokens), eos_token=words.eos_token_id)  # type: ignore[arg-type]
+    limits = LLParserLimits(**request["limits"])
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    ((kind, value),) = source.items()
+    message = matcher.get_error().strip()
+    return {
+        "error": source_reason(kind, value, message) if message else "",
+        "warnings": list(matcher.get_grammar_warnings()),
+        "grammar": grammar,
+    }
 
 
 def compiled_by_xgrammar(request: dict[str, Any]) -> dict[str, Any]:
@@ -151,8 +170,16 @@ _base = HEADROOM
 if __name__ == "__main__":
     library, directory, stack = sys.argv[1:]
     sys.path.insert(0, directory)
+    # The package without its own `__init__`, which imports numpy.
+    sys.modules["exl_filters"] = package = ModuleType("exl_filters")
+    package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     # Runs before the limits are set and before the first request.
     importlib.import_module(library)
+    if library == "llguidance":
+        pass
+    from exl_filters.cores import yield_cores
+
+    yield_cores()
     _base = HEADROOM + address_space()
 
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

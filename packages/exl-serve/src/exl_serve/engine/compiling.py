@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from exl_filters.trial import MOST_WORKERS
 from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.engine.groups import Group
 from exl_serve.engine.jobs import compile_constraints
@@ -14,7 +15,8 @@ from exl_serve.engine.vision import Vision
 
 __all__ = ["Compiling"]
 
-COMPILERS, COMPILERS_OF_A_KEY = 4, 2
+COMPILERS, COMPILERS_OF_A_KEY = MOST_WORKERS, MOST_WORKERS // 2
+"""Requests prepared at once, and those of one key: another key always finds a process that tries its grammar."""
 
 
 class Compiling:

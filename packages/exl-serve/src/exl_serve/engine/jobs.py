@@ -173,23 +173,20 @@ def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
     if kind == "plugin":
         return create(source, tokenizer, **constraint.options)
     given: dict[str, Any]
-    if kind == "json_schema":
-        given = {kind: _json(constraint)}
-    elif kind == "json_object":
+    if kind == "json_object":
         given = {"json_schema": {"type": "object"}}
     else:
-        given = {kind: _json(constraint) if kind == "choice" else source}
+        given = {kind: _choices(constraint) if kind == "choice" else source}
     if constraint.around:
         given = {"lark": "\n".join(["start: answer", constraint.around, rules_of("content", given)])}
     return ExLlamaV2GrammarFilter(model, tokenizer, on_complete="end", **given, **constraint.options)
 
 
-def _json(constraint: Constraint) -> Any:
+def _choices(constraint: Constraint) -> Any:
     try:
         return json.loads(constraint.source)
     except (ValueError, RecursionError) as error:
-        code = "invalid_schema" if constraint.kind == "json_schema" else "invalid_grammar"
-        raise ServeError.invalid(f"not valid JSON: {error}", constraint.param, code) from error
+        raise ServeError.invalid(f"not valid JSON: {error}", constraint.param, "invalid_grammar") from error
 
 
 def make_job(

@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import importlib
 import json
-import os
 import sys
 import warnings
 from io import BytesIO
@@ -28,8 +27,6 @@ EXTRA_MEMORY = 1536 << 20
 """Memory for decoding, in bytes: 2^26 pixels of up to 8 bytes each, twice for a conversion."""
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 """Flags of unshare(2)."""
-NICENESS = 5
-"""An image takes a core for a second. Streams, which need one for microseconds, come first where cores are few."""
 LOW_SIDE = 512
 """Pixels of the longer side of an image with the detail "low"."""
 
@@ -46,8 +43,10 @@ def main() -> None:
     # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
     importlib.import_module("exl_core.image_files")  # late import: after the network is gone
+    from exl_filters.cores import yield_cores
+
     _limit_memory()
-    os.nice(NICENESS)  # behind the start, for which the first request waits
+    yield_cores()  # behind the start, for which the first request waits
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
         answers.write(len(raw).to_bytes(HEAD, "little") + raw)

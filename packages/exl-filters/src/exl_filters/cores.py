@@ -1,0 +1,38 @@
+"""The cores that this process may use, and making way for others where they are few."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+__all__ = ["NICENESS", "available_cores", "yield_cores"]
+
+NICENESS = 5
+"""A quarter of a core remains for a process of this niceness beside one of niceness 0."""
+TRIES, PAUSE_SECONDS = 5, 0.1
+"""The kernel takes the niceness of one session in so many seconds from processes without privileges."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def yield_cores(niceness: int = NICENESS) -> None:
+    """Raise the niceness of this process, and that of its session if it leads one. A no-op where neither is possible.
+
+    Where Linux schedules by sessions (`sched_autogroup_enabled`), the niceness of a process counts only beside others
+    of its session, and the session's counts beside other sessions.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # AttributeError: Windows
+        os.nice(niceness)
+        if os.getsid(0) != os.getpid():
+            return
+        for _ in range(TRIES):
+            try:
+                with open("/proc/self/autogroup", "w", encoding="ascii") as file:
+                    file.write(str(niceness))
+                return
+            except BlockingIOError:
+                time.sleep(PAUSE_SECONDS)
