@@ -52,6 +52,35 @@ fn same(a: u32, b: u32, c: u32) -> [[u32; 3]; 32] {
     [[a, b, c]; 32]
 }
 
+/// The ISA: ordered comparisons with a NaN are false, unordered ones true.
+#[test]
+fn comparisons_of_floats() {
+    let pairs = [(1.0_f32, 2.0_f32), (2.0, 2.0), (3.0, 2.0)];
+    for (how, expected) in [
+        ("eq", [0, 1, 0]),
+        ("ne", [1, 0, 1]),
+        ("lt", [1, 0, 0]),
+        ("le", [1, 1, 0]),
+        ("gt", [0, 0, 1]),
+        ("ge", [0, 1, 1]),
+    ] {
+        for (suffix, with_nan) in [("", 0), ("u", 1)] {
+            let body = format!("setp.{how}{suffix}.f32 %p1, %r1, %r2;\nselp.u32 %r9, 1, 0, %p1;");
+            for ((a, b), want) in pairs.iter().zip(expected) {
+                assert_eq!(
+                    warp(&body, &same(a.to_bits(), b.to_bits(), 0)),
+                    [want; 32],
+                    "{a} {how}{suffix} {b}"
+                );
+            }
+            for (a, b) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::NAN, f32::NAN)] {
+                let found = warp(&body, &same(a.to_bits(), b.to_bits(), 0));
+                assert_eq!(found, [with_nan; 32], "{a} {how}{suffix} {b}");
+            }
+        }
+    }
+}
+
 #[test]
 fn integers_and_bits() {
     let cases: [(&str, [u32; 3], u32); 22] = [

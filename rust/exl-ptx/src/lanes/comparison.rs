@@ -1,5 +1,7 @@
 //! Comparisons: a bit for each lane.
 
+use std::cmp::Ordering;
+
 use super::{Doubles, Lanes, Type, Words, f, g};
 use crate::float;
 
@@ -16,21 +18,16 @@ pub fn comparison(how: &str, ty: Type) -> Option<Lanes> {
             _ => return None,
         })
     }; }
-    #[allow(clippy::nonminimal_bool)] // The unordered comparisons are negations of ordered ones: a NaN decides.
-    mod negated {
-        pub fn not_equal<T: PartialOrd + Copy>(a: T, b: T) -> bool {
-            a != b
-        }
-    }
+    // With a NaN, ordered comparisons are false and unordered ones, which end in `u`, are true.
     macro_rules! floats { ($v:ident, $x:ty, $conv:expr) => {
         Some(match how {
-            "ne" => compare!($v, $x, a, b => negated::not_equal($conv(a), $conv(b))),
-            "equ" => compare!($v, $x, a, b => !negated::not_equal($conv(a), $conv(b))),
-            "neu" => compare!($v, $x, a, b => $conv(a) != $conv(b)),
-            "ltu" => compare!($v, $x, a, b => { let less = $conv(a) >= $conv(b); !less }),
-            "leu" => compare!($v, $x, a, b => { let more = $conv(a) > $conv(b); !more }),
-            "gtu" => compare!($v, $x, a, b => { let less = $conv(a) <= $conv(b); !less }),
-            "geu" => compare!($v, $x, a, b => { let less = $conv(a) < $conv(b); !less }),
+            "ne" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_some_and(Ordering::is_ne)),
+            "equ" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_eq)),
+            "neu" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_ne)),
+            "ltu" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_lt)),
+            "leu" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_le)),
+            "gtu" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_gt)),
+            "geu" => compare!($v, $x, a, b => $conv(a).partial_cmp(&$conv(b)).is_none_or(Ordering::is_ge)),
             "num" => compare!($v, $x, a, b => !$conv(a).is_nan() && !$conv(b).is_nan()),
             "nan" => compare!($v, $x, a, b => $conv(a).is_nan() || $conv(b).is_nan()),
             _ => return order!($v, $x, $conv),
