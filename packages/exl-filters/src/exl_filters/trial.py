@@ -37,8 +37,8 @@ from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Worker", "WorkerPool", "compile_elsewhere", "tried_grammar", "workers"]
 
-# Processes that work at once, kept for the next grammar: half of the cores, so that other work goes on.
-MOST_WORKERS = max(2, min(4, available_cores() // 2))
+# Processes that work at once, kept for the next grammar.
+MOST_WORKERS = max(3, min(4, available_cores() // 2))
 REMEMBERED, REMEMBERED_CHARACTERS = 512, 16 << 20
 START_SECONDS = 60.0
 CANNOT_START = (
