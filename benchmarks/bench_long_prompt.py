@@ -5,7 +5,7 @@
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model, on any machine: its steps last
 as long as those of an 8B model on an H200, and each token of a prompt adds 27 us. The scripted model generates only
-tokens whose text is whole characters: a stream gets nothing from a step that ends within a character. Processes as in
+tokens that are whole characters: a stream gets nothing from a step that ends within a character. Processes as in
 `exl serve`: the engine here, API workers and the clients in processes of their own. The streams run for `--quiet`
 seconds, then one more client sends the long prompt, until it has its first token. One JSON line for each `--chunk`, the
 most prompt tokens of a step, with each `--itl`, milliseconds that limit the prompt tokens of a step (0: no limit):
@@ -152,12 +152,12 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
     from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel
     from exl_serve.engine.load import STEP_SECONDS
 
-    class WholeCharacters(ScriptedModel):
-        """A scripted model that never generates the tokens `parts`."""
+    class TextModel(ScriptedModel):
+        """A scripted model that never generates the tokens `excluded`."""
 
         def logits_of(self, hashes: Any, wanted: Any) -> Any:
             rows = super().logits_of(hashes, wanted)
-            rows[:, parts] = NEVER
+            rows[:, excluded] = NEVER
             return rows
 
     described = ExLlamaV2Config(str(bundled.default_model_dir()))
@@ -168,8 +168,8 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
         max_batch_size=streams + 1,
     )
     tokenizer = ExLlamaV2Tokenizer(described)
-    parts = parts_of_characters(tokenizer)
-    model = WholeCharacters(config, records=False)
+    excluded = without_text(tokenizer)
+    model = TextModel(config, records=False)
     cache = ScriptedCache(model, max_seq_len=cached(streams, tokens))
     generator = ExLlamaV2DynamicGenerator(
         model,
@@ -198,12 +198,13 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
     return generator, floor
 
 
-def parts_of_characters(tokenizer: Any) -> list[int]:
-    """Return the ids of tokens whose bytes are not whole characters."""
+def without_text(tokenizer: Any) -> list[int]:
+    """Return the ids of tokens that are special or whose bytes are not whole characters."""
     found = []
     for token, piece in enumerate(tokenizer.get_id_to_bytes_list()):
         try:
-            piece.decode()
+            if not piece.decode():
+                found.append(token)
         except UnicodeDecodeError:
             found.append(token)
     return found
