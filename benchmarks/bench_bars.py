@@ -6,7 +6,9 @@
 Without names all run but `cycles`. Test engines stand for a model: everything else is as in `exl serve`. Times count
 only on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
 
-    wire     microseconds of the engine thread outside the generator, a step of 32 sequences
+    wire     microseconds of the engine thread outside the generator, a step of 32 sequences. Each step wakes a thread
+             that sends: a system call that takes longer if it wakes another core, most of all in a virtual machine. The
+             second figure keeps all threads on one core, so it leaves that out
     streams  memory of an API worker: idle, and for each open stream
     start    seconds from the start of `exl serve` to /health/live, and to ready beyond loading the model
     lag      99th percentile of the lateness of a worker's event loop: images of 20 MB, long prompts, large schemas.
@@ -116,8 +118,30 @@ def wire(given: Given) -> list[Bar]:
     """Host work of a step outside the generator."""
     from exl_generate import bundled
 
-    found = host_cost(str(bundled.default_model_dir()), 32, max(32, given.of(256)))
-    return [Bar("wire: engine thread outside the generator, 32 sequences", found["host_us"] * 32, 30.0, "us a step")]
+    folder, new = str(bundled.default_model_dir()), max(32, given.of(256))
+    anywhere = host_cost(folder, 32, new)
+    with on_one_core():
+        one_core = host_cost(folder, 32, new)
+    return [
+        Bar("wire: engine thread outside the generator, 32 sequences", anywhere["host_us"] * 32, 30.0, "us a step"),
+        Bar("wire: with all threads on one core", one_core["host_us"] * 32, 30.0, "us a step"),
+    ]
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Run all threads of this process on one core."""
+    cores = os.sched_getaffinity(0)
+
+    def move(to: set[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), to)
+
+    move({max(cores)})
+    try:
+        yield
+    finally:
+        move(cores)
 
 
 def streams(given: Given) -> list[Bar]:

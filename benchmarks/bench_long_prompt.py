@@ -4,10 +4,11 @@
     python benchmarks/bench_long_prompt.py [--shape 8b] [--cache fp16]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model, on any machine: its steps last
-as long as those of an 8B model on an H200, and each token of a prompt adds 27 us. Processes as in `exl serve`: the
-engine here, API workers and the clients in processes of their own. The streams run for `--quiet` seconds, then one more
-client sends the long prompt, until it has its first token. One JSON line for each `--chunk`, the most prompt tokens of
-a step, with each `--itl`, milliseconds that limit the prompt tokens of a step (0: no limit):
+as long as those of an 8B model on an H200, and each token of a prompt adds 27 us. The scripted model generates only
+tokens that are whole characters: a stream gets nothing from a step that ends within a character. Processes as in
+`exl serve`: the engine here, API workers and the clients in processes of their own. The streams run for `--quiet`
+seconds, then one more client sends the long prompt, until it has its first token. One JSON line for each `--chunk`, the
+most prompt tokens of a step, with each `--itl`, milliseconds that limit the prompt tokens of a step (0: no limit):
 
     quiet, during    milliseconds between the events of a stream as its client sees them, before the long prompt and
                      while it is computed; `engine`: of steps in the engine process while it is computed
@@ -46,6 +47,8 @@ NEW = 2048
 """Tokens of a stream: more than it gets in a run."""
 PROMPT_SECONDS = 1 / 37_000
 """Seconds that a paced engine takes for a token of a prompt."""
+NEVER = -65504.0
+"""The logit of a token that is not generated."""
 SETTLE_SECONDS = 1.0
 LONGEST_SECONDS = 300.0
 
@@ -149,6 +152,14 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
     from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel
     from exl_serve.engine.load import STEP_SECONDS
 
+    class TextModel(ScriptedModel):
+        """A scripted model that never generates the tokens `excluded`."""
+
+        def logits_of(self, hashes: Any, wanted: Any) -> Any:
+            rows = super().logits_of(hashes, wanted)
+            rows[:, excluded] = NEVER
+            return rows
+
     described = ExLlamaV2Config(str(bundled.default_model_dir()))
     config = ScriptedConfig(
         vocab_size=described.vocab_size,
@@ -156,12 +167,14 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
         max_input_len=2048,
         max_batch_size=streams + 1,
     )
-    model = ScriptedModel(config, records=False)
+    tokenizer = ExLlamaV2Tokenizer(described)
+    excluded = without_text(tokenizer)
+    model = TextModel(config, records=False)
     cache = ScriptedCache(model, max_seq_len=cached(streams, tokens))
     generator = ExLlamaV2DynamicGenerator(
         model,
         cache,
-        ExLlamaV2Tokenizer(described),
+        tokenizer,
         max_batch_size=streams + 1,
         max_chunk_size=chunk,
         target_step_seconds=itl / 1e3 or None,
@@ -183,6 +196,18 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlama
 
     model.forward_chunk = computing  # type: ignore[method-assign]
     return generator, floor
+
+
+def without_text(tokenizer: Any) -> list[int]:
+    """Return the ids of tokens that are special or whose bytes are not whole characters."""
+    found = []
+    for token, piece in enumerate(tokenizer.get_id_to_bytes_list()):
+        try:
+            if not piece.decode():
+                found.append(token)
+        except UnicodeDecodeError:
+            found.append(token)
+    return found
 
 
 def random_weights(

@@ -139,6 +139,13 @@ def test_prompts_fill_the_time_that_decoding_leaves(
         assert clock.tokens(pace, decoding, page, 1) == fit
 
 
+def test_steps_of_equal_cost_get_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 1536, 256)
+    clock.decode(pace, 0.004)
+    clock.tokens(pace, 0.004, 0.00691, 40)
+    assert {clock.tokens(pace, 0.004, 0.00691, 1) for _ in range(40)} == {1536}  # which take 45.5 ms
+
+
 def test_a_slow_first_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a second, which captured something, makes no later step of a prompt too long."""
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)

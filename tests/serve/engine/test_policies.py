@@ -277,6 +277,18 @@ def test_messages_to_a_worker_by_bytes(data: bytes, message: Any) -> None:
     assert wire.encode(message) == data
 
 
+def test_a_buffer_holds_the_last_message_alone() -> None:
+    buffer = bytearray()
+    long = wire.StepEvents([(7, Tokens(0, (1, 2), "ab" * 500))])
+    for message in (wire.Accepted(7), long, wire.Accepted(8)):
+        wire.encode_into(message, buffer)
+        assert wire.decode_to_worker(bytes(buffer)) == message
+    with pytest.raises(wire.WireError, match="UTF-8"):
+        wire.encode_into(wire.StepEvents([(7, Tokens(0, (1,), "\ud800"))]), buffer)
+    wire.encode_into(wire.Accepted(9), buffer)
+    assert wire.decode_to_worker(bytes(buffer)) == wire.Accepted(9)
+
+
 def test_columns_are_read_as_events() -> None:
     to = wire.address_of(7, 0) + wire.address_of(9, 2) + wire.address_of(1 << 40, 1)
     columns = wire.TokenColumns(to, b"\x02\0\0\0\0\0", b"\x05\0\0\0\x06\0\0\0", ["ab", "", "c"])

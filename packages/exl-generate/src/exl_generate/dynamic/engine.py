@@ -204,6 +204,8 @@ class Engine:
         self._collected = 0.0
         #: whether this step computes no prompts
         self._alone = True
+        #: whether steps make a tensor of each token, as dict results hold them, in one call for all jobs
+        self.makes_ids = True
 
     def drop_prelaunched(self) -> None:
         """Drop the prelaunched step: a module of the model was replaced.
@@ -371,7 +373,7 @@ class Engine:
                 else:
                     self._prelaunched.began = self._collected
             # With draft tokens the GPU waits for the host: results then make their tensors of ids.
-            with_ids = len(drawn) == len(places)
+            with_ids = self.makes_ids and len(drawn) == len(places)
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
             if expected:
                 self._prelaunch_known(expected, dict(zip(places, samples, strict=True)), launched.written)

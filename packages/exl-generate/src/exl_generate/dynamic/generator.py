@@ -583,6 +583,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
                 self._engine.drop_prelaunched()
                 for job in self._scheduler.active:
                     job.pages.make_private(self._context, job.serial_number)
+            self._engine.makes_ids = not self._by_columns
             self._engine.step()
         finally:
             self._in_step = was

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from exl_generate.dynamic.runner import Runner, Window, mixable
+from exl_generate.dynamic.runner import Runner, Window, mixable, rows_of
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -159,13 +159,13 @@ class PrelaunchedStep:
         if self._logits is None or not (self._own_logits or (self._step is not None and self._step.is_current)):
             return windows  # another user of the model has run it since
         rows = [self._row_of(window) for window in windows]
-        logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)
+        logits, length = rows_of(self._logits.clone() if keep or None in rows else self._logits), self._length
         left = []
         for window, row in zip(windows, rows, strict=True):
             if row is None:
                 left.append(window)
             else:
-                window.logits = logits[row]
+                window.logits = logits[row * length : (row + 1) * length]
         return left
 
     def _row_of(self, window: Window) -> int | None:

@@ -99,7 +99,11 @@ class PromptPace:
             # Prompts only add time: decoding is faster than it was, such as after a first step that compiled something.
             self._base = _mean(self._base, seconds)
         elif tokens >= self._least:
-            self._each = _mean(self._each, (seconds - (self._base or 0.0)) / tokens)
+            more = seconds - (self._base or 0.0)
+            slowest, fastest = more / tokens, more / max(self._before, self._tokens)
+            # Steps of other tokens than the last one's show nothing of a time between these.
+            found = slowest if self._each is None else min(max(self._each, fastest), slowest)
+            self._each = _mean(self._each, found)
         elif not (self._before or self._tokens):
             self._base = _mean(self._base, seconds)
 

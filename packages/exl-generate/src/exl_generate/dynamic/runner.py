@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Embedding, OwnModel, PrelaunchableStep, RequestAdapter
     from exl_generate.sampling.sampler import Sample
 
-__all__ = ["Chunk", "Runner", "Window"]
+__all__ = ["Chunk", "Runner", "Window", "rows_of"]
 
 Ids = NDArray[np.int64]
 _Kind = tuple[int, "tuple[RequestAdapter, ...]", "tuple[Embedding, ...]", bool]
@@ -62,8 +62,8 @@ class Window:
         self.sequence = sequence
         self.ids = [int(sequence.ids[-1]), *drafts]
         self.wants_state = wants_state
-        #: float32 [len(ids), Vp], where the model put them
-        self.logits: torch.Tensor | None = None
+        #: float32 [Vp] after each of `ids`, where the model put them
+        self.logits: SequenceOf[torch.Tensor] | None = None
         #: the last hidden state [len(ids), hidden], if wanted
         self.state: torch.Tensor | None = None
         self.error: Exception | None = None
@@ -216,8 +216,9 @@ class Runner:
             ids, sequences, [sequence.kv_position for sequence in sequences], embeddings, wants_state=wants_state
         )
         logits = out["logits"].float()
-        for window, row in zip(group, (logits.clone() if keep else logits).unbind(0), strict=True):
-            window.logits = row
+        rows, length = rows_of(logits.clone() if keep else logits), ids.shape[1]
+        for i, window in enumerate(group):
+            window.logits = rows[i * length : (i + 1) * length]
         if wants_state:
             for window, state in zip(group, out["last_state"].unbind(0), strict=True):
                 window.state = state
@@ -305,6 +306,11 @@ class Runner:
             q_len=q_len,
             rope_offsets=None if self._draft else _offsets(sequences, positions),
         )
+
+
+def rows_of(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the rows of logits [B, q, Vp], B * q of them: one call makes them in less time than an index each."""
+    return logits.flatten(0, 1).unbind(0)
 
 
 def _attempt(run: Callable[[], object]) -> Exception | None:

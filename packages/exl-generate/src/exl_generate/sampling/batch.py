@@ -113,8 +113,8 @@ class LaunchedDraws:
             return samples
         drawn = [sample for sample in samples if isinstance(sample, Sample)]
         # One tensor for all is cheaper than one for each; most results return it.
-        ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
-        for sample, own in zip(drawn, ids.unbind(0), strict=True):
+        ids = np.array([sample.token for sample in drawn], dtype=np.int64).reshape(-1, 1, 1)
+        for sample, own in zip(drawn, torch.from_numpy(ids).unbind(0), strict=True):
             sample.ids = own
         return samples
 

@@ -451,8 +451,8 @@ class Host:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        began = time.monotonic()
-        self._status.begin_step(began)
+        began, status = time.monotonic(), self._status
+        status.begin_step(began)
         columns: StepColumns | None = None
         try:
             columns = self._generator.iterate_columns()
@@ -464,14 +464,14 @@ class Host:
             rest = began + self.step_floor(len(self._running)) - time.monotonic()
             if rest > 0:
                 time.sleep(rest)
-        self._status.ended = time.monotonic()
-        self._status.step_seconds += self._status.ended - began
+        status.ended = ended = time.monotonic()
+        status.step_seconds += ended - began
         tokens = 0
         if columns is not None:
             tokens, others = self._outgoing.add_step(columns, self._running)
             for entry in others:
                 self._deliver_more(entry)
-        self._rates.steps.append((tokens, self._status.ended - began))
+        self._rates.steps.append((tokens, ended - began))
 
     def _deliver_more(self, entry: StepEntry) -> None:
         """Send an entry that holds more than tokens."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,11 @@ class Inbox:
         os.set_blocking(self._wake_write, False)
         # `zmq.Poller.poll` and `zmq.Socket.send` call these after some Python code, which costs as much as the library:
         # between two steps it is in no cache of the processor.
-        self._polled = [(self._socket, int(zmq.POLLIN))]
+        #: true if a message waits: between two steps this is cheaper than to poll
+        self.has_messages: Callable[[], Any] = partial(zmq.zmq_poll, [(self._socket, int(zmq.POLLIN))], 0)
         self._post = partial(backend.Socket.send, self._socket)
+        #: the last message that was sent
+        self._buffer = bytearray()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -59,10 +62,6 @@ class Inbox:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
                     os.write(self._wake_write, b"\0")
-
-    def has_messages(self) -> bool:
-        """Return whether a message waits: between two steps this is cheaper than to poll."""
-        return bool(zmq.zmq_poll(self._polled, 0))
 
     def receive(self, timeout: float) -> Iterator[tuple[bytes, bytes]]:
         """Wait at most `timeout` seconds for messages and yield them as (worker, data)."""
@@ -83,11 +82,11 @@ class Inbox:
 
     def send(self, worker: bytes, message: wire.ToWorker) -> None:
         """Send a message. Raises GoneError, or WireError for a message that is too large."""
-        data = wire.encode(message)
+        wire.encode_into(message, self._buffer)
         try:
             # Not send_multipart, which checks its frames first: this runs in every step.
             self._post(worker, _MORE)
-            self._post(data, 0)
+            self._post(self._buffer, 0)  # copies it
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Outgoing"]
 
+_Message = tuple[bytes, wire.StepEvents]
+"""A worker and its message."""
 _NOTHING_ELSE = bytes([0, HELD])
 """Flags of an entry that holds nothing but tokens."""
 
@@ -60,12 +62,15 @@ class _Plan:
             one.group.generated += new
         self._counts.clear()
 
-    def split(self, counts: bytes, ids: bytes, texts: list[str]) -> list[tuple[bytes, wire.TokenColumns]]:
-        """Return the columns of each worker."""
+    def split(self, counts: bytes, ids: bytes, texts: list[str]) -> list[_Message]:
+        """Return the message of each worker."""
         if len(self._workers) == 1:
             worker, to, _ = self._workers[0]
-            return [(worker, wire.TokenColumns(to, counts, ids, texts))]
-        return [(worker, wire.TokenColumns(to, *_picked(own, counts, ids, texts))) for worker, to, own in self._workers]
+            return [(worker, wire.StepEvents([], wire.TokenColumns(to, counts, ids, texts)))]
+        messages: list[_Message] = []
+        for worker, to, own in self._workers:  # a comprehension would make cells of the arguments, in every step
+            messages.append((worker, wire.StepEvents([], wire.TokenColumns(to, *_picked(own, counts, ids, texts)))))
+        return messages
 
 
 class Outgoing:
@@ -73,7 +78,8 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._events: defaultdict[bytes, list[tuple[int, EngineEvent]]] = defaultdict(list)
-        self._tokens: list[tuple[bytes, wire.TokenColumns]] = []
+        #: the messages of a step without these events
+        self._tokens: list[_Message] = []
         self._plan = _Plan(b"", ())
 
     def add(self, worker: bytes, tag: int, events: Sequence[EngineEvent]) -> None:
@@ -85,14 +91,14 @@ class Outgoing:
         if (left := self._events.get(worker)) is not None:
             self._events[worker] = [pair for pair in left if pair[0] != tag]
 
-    def take(self) -> list[tuple[bytes, wire.StepEvents]]:
+    def take(self) -> list[_Message]:
         """Return the message of each worker and forget them."""
-        tokens, self._tokens = self._tokens, []
+        messages, self._tokens = self._tokens, []
         if not self._events:
-            return [(worker, wire.StepEvents([], columns)) for worker, columns in tokens]
+            return messages
         events, self._events = self._events, defaultdict(list)
         found = {worker: wire.StepEvents(own) for worker, own in events.items()}
-        found |= {worker: wire.StepEvents(events.get(worker, []), columns) for worker, columns in tokens}
+        found |= {worker: wire.StepEvents(events.get(worker, []), told.tokens) for worker, told in messages}
         return list(found.items())
 
     def count(self) -> None:
@@ -113,8 +119,8 @@ class Outgoing:
         serials, counts, flags = columns.serials.tobytes(), columns.counts.tobytes(), columns.flags.tobytes()
         ids, texts = columns.ids, columns.texts
         others: list[Entry] = []
-        known = serials == self._plan.serials or all(serial in running for serial in columns.serials.tolist())
-        if columns.extra or not known or flags.translate(None, _NOTHING_ELSE):
+        known = serials == self._plan.serials or running.keys() >= set(columns.serials.tolist())
+        if columns.extra or not known or flags.lstrip(_NOTHING_ELSE):
             kept, others = _sorted_out(columns, running)
             serials = columns.serials[kept].tobytes()
             counts, ids, texts = _picked(kept, counts, ids, texts)

@@ -22,8 +22,8 @@ STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed"
 _SEQUENCE = struct.Struct("<Q")
 # boot, state, step, began, ended, seven counts, two rates, seconds of all steps, preemptions, page size.
 _BODY = struct.Struct("<16sQQddQQQQQQQdddQQ")
-# Of it: step, began, ended.
-_STEP, _STEP_AT = struct.Struct("<Qdd"), 8 + 24
+# Of the page, as numbers of 8 bytes: places of the sequence number, of step, of began and of ended.
+_SEQUENCE_AT, _STEP_AT, _BEGAN_AT, _ENDED_AT = 0, 4, 5, 6
 _SIZE = 4096
 _TRIES = 1000
 
@@ -42,6 +42,8 @@ class StatusWriter:
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
+        # Stores through views take a third of the time of a struct.
+        self._counts, self._times = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
         self._sequence = 0
         self.state: State = "loading"
         self.step = 0
@@ -77,13 +79,17 @@ class StatusWriter:
         """Count a step and write the times: `write` without all that a step's begin does not change."""
         self.step += 1
         self.began = began
-        self._sequence += 2
-        _SEQUENCE.pack_into(self._map, 0, self._sequence - 1)
-        _STEP.pack_into(self._map, _STEP_AT, self.step, began, self.ended)
-        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+        counts, times, sequence = self._counts, self._times, self._sequence
+        counts[_SEQUENCE_AT] = sequence + 1
+        counts[_STEP_AT] = self.step
+        times[_BEGAN_AT] = began
+        times[_ENDED_AT] = self.ended
+        self._sequence = counts[_SEQUENCE_AT] = sequence + 2
 
     def close(self) -> None:
         """Close and delete the file."""
+        self._counts.release()
+        self._times.release()
         self._map.close()
         self.path.unlink(missing_ok=True)
 

@@ -46,6 +46,7 @@ __all__ = [
     "decode_to_engine",
     "decode_to_worker",
     "encode",
+    "encode_into",
 ]
 
 VERSION = 3
@@ -218,13 +219,22 @@ def encode(message: ToEngine | ToWorker) -> bytes:
 
     Raises WireError for a message of more than `MAX_MESSAGE` bytes, or with a text that is not UTF-8.
     """
+    buffer = bytearray()
+    encode_into(message, buffer)
+    return bytes(buffer)
+
+
+def encode_into(message: ToEngine | ToWorker, buffer: bytearray) -> None:
+    """Replace the content of `buffer` with the bytes of a message.
+
+    A buffer that is used again has the room for the next message. Raises as `encode` does.
+    """
     try:
-        data = _encoder.encode(message)
+        _encoder.encode_into(message, buffer)
     except UnicodeEncodeError as error:
         raise WireError(f"a text that UTF-8 cannot hold: {error}") from error
-    if len(data) > MAX_MESSAGE:
-        raise WireError(f"a message of {len(data)} bytes, more than the {MAX_MESSAGE} that one may have")
-    return data
+    if len(buffer) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(buffer)} bytes, more than the {MAX_MESSAGE} that one may have")
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
