@@ -11,6 +11,7 @@ from attention_cases import matmul_of
 from linear_cases import K, exl2, norm_of, qkv, reads_plain_rows
 
 from exl_kernels.activation import gated_activation
+from exl_kernels.device import cuda_status
 from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
@@ -192,6 +193,13 @@ def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: 
     assert torch.equal(found, gated_activation(gate, up, activation))
 
 
+def require_room(group: LoraGroup, matmul: FusedLinear, x: torch.Tensor) -> None:
+    """Fail if the matmul does not add the adapters. Skip the test where the card gives blocks too little memory."""
+    if not group.fits(matmul, x) and cuda_status().devices[0].shared_bytes_per_block < 128 << 10:
+        pytest.skip("gemv_ring has no room for adapters in the shared memory of this card's blocks")
+    assert group.fits(matmul, x)
+
+
 @pytest.mark.needs("bulk_copy")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", ["one order", "own orders", "gptq act-order", "groups of 32", "gptq groups of 32"])
@@ -204,7 +212,7 @@ def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: i
         widths = tuple(matrix.out_features for matrix in some)
         group = LoraGroup(group_of(1, widths, K, ranks), K, widths)
         x, _, residual, _ = operands(rows, K, sum(widths))
-        assert group.fits(matmul, x)
+        require_room(group, matmul, x)
         assert not group.fits(matmul, x.repeat(3, 1))
         for sets in ((0, 0), (0, 2), (2, 0), (1, 3), (-1, 0), (3, -1), (1, 1)):
             ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
@@ -233,6 +241,7 @@ def test_a_gated_matmul_adds_adapters_bitwise(rows: int, activation: Any, width:
     gated, bare = FusedLinear(pair, activation=activation), FusedLinear(pair)
     group = LoraGroup(group_of(1, widths, inputs, (16, 1, 30, 32)), inputs, widths)
     x, _, _, _ = operands(rows, inputs, width)
+    require_room(group, gated, x)
     for sets in ((0, 2), (3, 0), (-1, 1)):
         ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)
         y = bare(x, x.new_empty(rows, 2 * width))
@@ -272,6 +281,7 @@ def test_matmuls_of_every_size_share_the_workspace() -> None:
     first = matmul(many, many.new_empty(20, 4096)).clone()
     for rows in (2, 1, 2):
         x, _, _, ids = operands(rows, 14336, 4096)
+        require_room(group, matmul, x)
         want = group.expand(matmul(x, x.new_empty(rows, 4096)), group.shrink(x, ids), ids)
         for _ in range(3):
             assert bitwise_equal(group.multiply(matmul, x, ids, out=torch.full_like(want, torch.nan)), want)
