@@ -90,8 +90,7 @@ test-cuda:  ## on a machine with an NVIDIA GPU
 EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table test_cuda_direct test_cuda_peer test_cuda_fine_scales
 test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on the interpreter of PTX (needs a build with PTX, such as 80+ptx)
 	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
-	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py)
-	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_linear.py -k test_each_number_of_columns_has_a_kernel
+	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py) tests/kernels/test_cuda_linear.py::test_each_number_of_columns_has_a_kernel
 	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_prompt.py -k "tile and options0 and (64 or 128 or 256) or masks or later_blocks"
 	EXL_PTX_UNWRITTEN=error EXL_SANITIZER=ptx $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_sampling.py -k "equals_cpu and (33 or flat) or cuts_tails"
 	$(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_teams.py tests/kernels/test_cuda_attention_windows.py tests/core/test_cuda_unlike_layers.py tests/core/test_cuda_kernel_uses.py tests/core/test_cuda_captured_families.py
