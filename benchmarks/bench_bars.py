@@ -8,7 +8,7 @@ only on a machine that does nothing else. One JSON line for each bar, and in wor
 
     wire     microseconds of the engine thread outside the generator, a step of 32 sequences. Each step wakes a thread
              that sends: a system call that takes longer if it wakes another core, most of all in a virtual machine. The
-             second figure keeps all threads on one core, so it leaves that out
+             second figure keeps all threads on one core, where no other has to be woken (Linux)
     streams  memory of an API worker: idle, and for each open stream
     start    seconds from the start of `exl serve` to /health/live, and to ready beyond loading the model
     lag      99th percentile of the lateness of a worker's event loop: images of 20 MB, long prompts, large schemas.
@@ -44,7 +44,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,8 @@ def on_one_core() -> Iterator[None]:
 
     def move(to: set[int]) -> None:
         for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), to)
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), to)
 
     move({max(cores)})
     try:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from feature_cases import make_adapter
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora
+from exl_kernels.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 CYCLES = 100
 MOST_GROWN = 3
 """Loads whose memory may still be held after CYCLES: by allocators, which give pages back late."""
+RANK = 128
+PROJECTIONS = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
 
 
 def resident() -> int:
@@ -44,9 +48,29 @@ def model() -> ExLlamaV2:
     return model
 
 
+def write_adapter(folder: Path, model: ExLlamaV2) -> Path:
+    """An adapter of every projection, in PEFT's layout."""
+    tensors: dict[str, torch.Tensor] = {}
+    for linear in model.linears():
+        layer, _, name = linear.key.removeprefix("model.layers.").partition(".")
+        if name in PROJECTIONS:
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, linear.in_features) * 0.05
+            tensors[f"{key}.lora_B.weight"] = torch.randn(linear.out_features, RANK) * 0.05
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    config: dict[str, Any] = {
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": [name.split(".")[1] for name in PROJECTIONS],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.covers("core: lora")
 def test_adapters(model: ExLlamaV2, tmp_path: Path) -> None:
-    folder = make_adapter(tmp_path / "adapter", model, 1)
+    folder = write_adapter(tmp_path / "adapter", model)
     ids = torch.tensor([[5, 17, 300]])
     cache = ExLlamaV2Cache(model, max_seq_len=256)
     plain = model.forward(ids).clone()

@@ -17,8 +17,10 @@ pytestmark = pytest.mark.cuda
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 CYCLES = 100
-DRIVER_UNIT = 2 << 20
-"""Bytes that a driver hands out at once: what is left of one cycle can be hidden in so many."""
+WARM_UP = 34
+"""More cycles than torch has streams in its pool: the first use of a stream may take memory for good."""
+SEGMENT = 2 << 20
+"""Bytes of the smallest piece of memory that torch takes from the driver, which every pool of a graph has."""
 TOKENS = 24
 """Enough for steps to be captured and replayed."""
 
@@ -28,25 +30,24 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
 
 
-def occupied() -> tuple[int, int]:
-    """Bytes of the GPU that tensors hold, and that are taken in all: by torch, by modules and by graphs."""
+def held() -> tuple[int, int]:
+    """Bytes of tensors on the GPU, and bytes that torch holds of it for tensors and graphs."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.memory_allocated(), total - free
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def assert_no_growth(cycle: Callable[[], None]) -> None:
-    """After a few cycles, which fill what is kept for good, further ones leave nothing behind."""
-    for _ in range(5):
+    for _ in range(WARM_UP):
         cycle()
-    tensors, taken = occupied()
+    tensors, reserved = held()
     for _ in range(CYCLES):
         cycle()
-    tensors_after, taken_after = occupied()
+    tensors_after, reserved_after = held()
     assert tensors_after == tensors
-    assert taken_after - taken < CYCLES // 10 * DRIVER_UNIT
+    # Allocations of other sizes may end in other segments, but a graph that is not freed keeps one in every cycle.
+    assert reserved_after - reserved < CYCLES // 10 * SEGMENT
 
 
 def load() -> ExLlamaV2:
@@ -56,9 +57,10 @@ def load() -> ExLlamaV2:
 
 
 def complete(model: ExLlamaV2, generator: ExLlamaV2DynamicGenerator, loras: list[ExLlamaV2Lora]) -> str:
+    """Generate by captured steps."""
     greedy = ExLlamaV2Sampler.Settings.greedy()
     text: str = generator.generate("def main(argv):\n", TOKENS, gen_settings=greedy, loras=loras)
-    assert model.loaded
+    assert model.decode.count > 0, model.decode.reason
     return text
 
 

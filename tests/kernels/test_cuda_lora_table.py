@@ -193,11 +193,15 @@ def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: 
     assert torch.equal(found, gated_activation(gate, up, activation))
 
 
-def require_room(group: LoraGroup, matmul: FusedLinear, x: torch.Tensor) -> None:
-    """Fail if the matmul does not add the adapters. Skip the test where the card gives blocks too little memory."""
-    if not group.fits(matmul, x) and cuda_status().devices[0].shared_bytes_per_block < 128 << 10:
-        pytest.skip("gemv_ring has no room for adapters in the shared memory of this card's blocks")
-    assert group.fits(matmul, x)
+def require_room(group: LoraGroup, matmul: FusedLinear, x: torch.Tensor, *, in_99_kib: bool = False) -> None:
+    """Fail if the matmul does not add the adapters, or adds them where they cannot have room.
+
+    Skips the test on cards whose blocks have 99 KiB of shared memory, unless these adapters have room `in_99_kib`.
+    """
+    small = cuda_status().devices[0].shared_bytes_per_block < 128 << 10
+    assert group.fits(matmul, x) == (in_99_kib or not small)
+    if small and not in_99_kib:
+        pytest.skip("gemv_ring has no room for these adapters in 99 KiB of shared memory")
 
 
 @pytest.mark.needs("bulk_copy")
@@ -212,7 +216,7 @@ def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: i
         widths = tuple(matrix.out_features for matrix in some)
         group = LoraGroup(group_of(1, widths, K, ranks), K, widths)
         x, _, residual, _ = operands(rows, K, sum(widths))
-        require_room(group, matmul, x)
+        require_room(group, matmul, x, in_99_kib=rows == 1 or max(ranks) <= 16)
         assert not group.fits(matmul, x.repeat(3, 1))
         for sets in ((0, 0), (0, 2), (2, 0), (1, 3), (-1, 0), (3, -1), (1, 1)):
             ids = torch.tensor(sets[:rows], dtype=torch.int32, device=DEVICE)

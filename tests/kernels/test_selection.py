@@ -47,6 +47,19 @@ def gptq(n: int, k: int = K) -> MatrixShape:
     )
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+def test_pages_that_no_kernel_of_a_card_takes(dim: int) -> None:
+    """Blocks of a Turing card are too small for 64 keys and values of more than 128 halves each."""
+    refused = {
+        (card, kind): why
+        for card in known_cards()
+        for kind in ("fp16", "fp8", "q8", "q6", "q4")
+        if (why := Card.named(card).refusal_of_pages(kind, dim)) is not None
+    }
+    assert set(refused) == ({("2080 Ti", "fp16")} if dim > 128 else set())
+    assert all("shared memory" in why for why in refused.values())
+
+
 def test_norms_and_adapters_say_which_kernel_runs() -> None:
     """Their kernels do not depend on the card."""
     assert selection.norm_kernel("rms", 4096).kernel == "rms_norm_f16_f32"

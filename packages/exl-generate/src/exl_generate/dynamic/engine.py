@@ -204,7 +204,7 @@ class Engine:
         self._collected = 0.0
         #: whether this step computes no prompts
         self._alone = True
-        #: whether steps make a tensor of each token, as dict results hold them, in one call for all jobs
+        #: whether a step makes the tensors of its tokens, for results as dicts: one call for all jobs is cheapest
         self.makes_ids = True
 
     def drop_prelaunched(self) -> None:

@@ -101,7 +101,7 @@ class PromptPace:
         elif tokens >= self._least:
             more = seconds - (self._base or 0.0)
             slowest, fastest = more / tokens, more / max(self._before, self._tokens)
-            # Steps of other tokens than the last one's show nothing of a time between these.
+            # Either count may have caused this time, so the mean changes only if it lies outside of both estimates.
             found = slowest if self._each is None else min(max(self._each, fastest), slowest)
             self._each = _mean(self._each, found)
         elif not (self._before or self._tokens):

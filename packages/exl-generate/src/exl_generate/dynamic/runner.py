@@ -309,7 +309,7 @@ class Runner:
 
 
 def rows_of(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the rows of logits [B, q, Vp], B * q of them: one call makes them in less time than an index each."""
+    """Return the rows of logits [B, q, Vp], B * q of them. One call is cheaper than an index for each."""
     return logits.flatten(0, 1).unbind(0)
 
 

@@ -16,7 +16,7 @@ from exl_serve.engine.vision import Vision
 __all__ = ["Compiling"]
 
 COMPILERS, COMPILERS_OF_A_KEY = MOST_WORKERS, MOST_WORKERS - 1
-"""Requests prepared at once, and those of one key: another key always finds a process that tries its grammar."""
+"""Requests prepared at once, and those of one key: no key takes all threads and processes."""
 
 
 class Compiling:

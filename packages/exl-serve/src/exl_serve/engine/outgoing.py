@@ -68,7 +68,7 @@ class _Plan:
             worker, to, _ = self._workers[0]
             return [(worker, wire.StepEvents([], wire.TokenColumns(to, counts, ids, texts)))]
         messages: list[_Message] = []
-        for worker, to, own in self._workers:  # a comprehension would make cells of the arguments, in every step
+        for worker, to, own in self._workers:  # not a comprehension: a closure over the arguments costs more
             messages.append((worker, wire.StepEvents([], wire.TokenColumns(to, *_picked(own, counts, ids, texts)))))
         return messages
 
@@ -78,7 +78,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._events: defaultdict[bytes, list[tuple[int, EngineEvent]]] = defaultdict(list)
-        #: the messages of a step without these events
+        #: the messages of a step, which hold its tokens but not `_events`
         self._tokens: list[_Message] = []
         self._plan = _Plan(b"", ())
 

@@ -22,7 +22,7 @@ STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed"
 _SEQUENCE = struct.Struct("<Q")
 # boot, state, step, began, ended, seven counts, two rates, seconds of all steps, preemptions, page size.
 _BODY = struct.Struct("<16sQQddQQQQQQQdddQQ")
-# Of the page, as numbers of 8 bytes: places of the sequence number, of step, of began and of ended.
+# Where the page has the sequence number, the step, began and ended, counted in numbers of 8 bytes.
 _SEQUENCE_AT, _STEP_AT, _BEGAN_AT, _ENDED_AT = 0, 4, 5, 6
 _SIZE = 4096
 _TRIES = 1000

@@ -227,7 +227,7 @@ def encode(message: ToEngine | ToWorker) -> bytes:
 def encode_into(message: ToEngine | ToWorker, buffer: bytearray) -> None:
     """Replace the content of `buffer` with the bytes of a message.
 
-    A buffer that is used again has the room for the next message. Raises as `encode` does.
+    A caller that uses its buffer again saves an allocation for each message. Raises as `encode` does.
     """
     try:
         _encoder.encode_into(message, buffer)

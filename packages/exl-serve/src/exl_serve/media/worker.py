@@ -46,7 +46,7 @@ def main() -> None:
     from exl_filters.cores import yield_cores
 
     _limit_memory()
-    yield_cores()  # behind the start, for which the first request waits
+    yield_cores()  # only now: the first request waits for the start
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
         answers.write(len(raw).to_bytes(HEAD, "little") + raw)
