@@ -310,6 +310,20 @@ def test_a_grammar_may_name_control_tokens_where_it_is_tried():
         ExLlamaV2GrammarFilter(None, V, lark="start: <|call|> X\nX: /a+/ & /a.*/\n")
 
 
+@pytest.mark.parametrize("token", ["<|call|>", "<[257]>"])
+@pytest.mark.parametrize("escaped", ["", "<", "[", "<["])
+def test_json_may_escape_the_signs_that_name_control_tokens(token, escaped):
+    vocab = Vocabulary(
+        [*(bytes([i]) for i in range(256)), None, None],
+        eos_token_id=256,
+        special_ids=[256, 257],
+        special_texts={256: "</s>", 257: "<|call|>"},
+    )
+    written = "".join(f"\\u{ord(sign):04X}" if sign in escaped else sign for sign in token)
+    llg = json.dumps({"grammars": [{"lark_grammar": f'start: {token} "a"\n'}]}).replace(token, written)
+    assert ExLlamaV2GrammarFilter(None, vocab, llg=llg).next()[0] == [257]
+
+
 def test_other_work_goes_on_and_the_thread_ends():
     """A mask is computed many times while a grammar is on trial; the trial ends with the time allowed."""
     other = ExLlamaV2SelectFilter(None, V, ["yes", "no"])

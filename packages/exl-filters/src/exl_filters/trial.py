@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,8 @@ CANNOT_START = (
     "no process for trying the grammar can be started (budget=CompileBudget(trust=True) compiles it in this one, "
     "which no limit bounds)"
 )
+# `<` and `[` as JSON may write them. Behind an escaped backslash they are text, where a match does no harm.
+_ESCAPED = re.compile(r"\\u00(3c|5b)", re.IGNORECASE)
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 
@@ -112,6 +115,8 @@ def _remember(key: bytes, passed: tuple[float, int, str]) -> None:
 def _control_tokens(source: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return size and control tokens of the vocabulary, where the source may name them: `<|name|>`, `<[id]>`."""
     ((kind, text),) = source.items()
+    if kind == "llg":  # JSON, which may escape both characters
+        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
     if kind in ("json_schema", "regex", "choice") or "<" not in text:
         return {"width": 0, "control": {}}
     texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)}
