@@ -219,6 +219,21 @@ def test_plain_grammars_start_no_process():
     assert not os.path.exists(f"/proc/{int(done.stdout)}")
 
 
+def test_indentation_and_a_wrapper_do_not_make_a_schema_large():
+    fields = {f"field_{i}": {"type": "string", "maxLength": 20} for i in range(100)}
+    schema = {"type": "object", "properties": fields}
+    indented = json.dumps(schema, indent=8)
+    wrapped = {"name": "fields", "description": "d" * 10_000, "schema": schema}
+    with no_workers() as workers:
+        for written in (indented, wrapped, json.dumps(wrapped)):
+            assert len(written if isinstance(written, str) else json.dumps(written)) > 8192
+            ExLlamaV2GrammarFilter(None, V, json_schema=written)
+        assert not workers.idle
+        schema["description"] = "d" * 10_000
+        ExLlamaV2GrammarFilter(None, V, json_schema=schema, budget=LONG)
+        assert len(workers.idle) == 1
+
+
 def test_a_grammar_that_has_passed_is_not_tried_again():
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
     ExLlamaV2GrammarFilter(None, V, **source)
@@ -229,7 +244,7 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
 
 def test_a_large_schema_is_translated_in_the_other_process(monkeypatch):
     """Translating takes milliseconds of Python code, during which other threads of this process could not run."""
-    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(1000)}
     large = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
     small = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
 
