@@ -1,8 +1,8 @@
 """Process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, JSON over pipes.
 
 It uses the standard library, llguidance or xgrammar, imported from DIRECTORY, and the modules of this package that need
-nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Other
-processes come first where cores are few: a large grammar takes one for seconds.
+nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Its
+priority is low, because a large grammar occupies a core for seconds.
 """
 
 from __future__ import annotations
