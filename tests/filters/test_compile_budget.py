@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import resource
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -26,6 +28,7 @@ from exl_filters import (
     compile_in_background,
     compile_within,
     trial,
+    trial_worker,
 )
 from exl_filters.cores import NICENESS
 from exl_filters.plain import is_plain
@@ -216,6 +219,21 @@ def test_plain_grammars_start_no_process():
     assert not os.path.exists(f"/proc/{int(done.stdout)}")
 
 
+def test_indentation_and_a_wrapper_do_not_make_a_schema_large():
+    fields = {f"field_{i}": {"type": "string", "maxLength": 20} for i in range(100)}
+    schema = {"type": "object", "properties": fields}
+    indented = json.dumps(schema, indent=8)
+    wrapped = {"name": "fields", "description": "d" * 10_000, "schema": schema}
+    with no_workers() as workers:
+        for written in (indented, wrapped, json.dumps(wrapped)):
+            assert len(written if isinstance(written, str) else json.dumps(written)) > 8192
+            ExLlamaV2GrammarFilter(None, V, json_schema=written)
+        assert not workers.idle
+        schema["description"] = "d" * 10_000
+        ExLlamaV2GrammarFilter(None, V, json_schema=schema, budget=LONG)
+        assert len(workers.idle) == 1
+
+
 def test_a_grammar_that_has_passed_is_not_tried_again():
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
     ExLlamaV2GrammarFilter(None, V, **source)
@@ -225,8 +243,8 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
 
 
 def test_a_large_schema_is_translated_in_the_other_process(monkeypatch):
-    """Translating takes Python milliseconds, in which other threads of this process could not run."""
-    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+    """Translating takes milliseconds of Python code, during which other threads of this process could not run."""
+    fields = {f"large_field_{i}": {"type": "string", "maxLength": 20} for i in range(1000)}
     large = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
     small = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
 
@@ -285,6 +303,7 @@ def test_a_process_that_is_ended_in_the_middle_of_its_answer(tmp_path, monkeypat
         "    sys.stdout.buffer.flush()\n"
         "send({'ready': True})\n"
         "sys.stdin.buffer.read(4)\n"
+        "send({'begun': True})\n"
         "send({'error': '', 'warnings': [], 'took': 0.0}, less=5)\n"
     )
     script.chmod(0o755)
@@ -293,6 +312,82 @@ def test_a_process_that_is_ended_in_the_middle_of_its_answer(tmp_path, monkeypat
     with pytest.raises(FilterCompileError, match="exit code 0"):
         ExLlamaV2GrammarFilter(None, V, json_schema=joined(2), budget=CompileBudget(seconds=60))
     assert not trial.workers.idle
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the package, which the processes that try grammars import."""
+    copy = tmp_path / "exl_filters"
+    shutil.copytree(Path(trial_worker.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(trial_worker, "__file__", str(copy / "trial_worker.py"))
+    trial.workers.stop()
+    yield copy
+    trial.workers.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        ({"json_schema": {"allOf": [{"type": "string", "maxLength": 23}]}}, ""),
+        ({"json_schema": {"allOf": [{"type": "array", "uniqueItems": True}]}}, "uniqueItems"),
+        ({"ebnf": 'root ::= "a" | "~"\n'}, ""),
+    ],
+)
+def test_a_process_has_imported_all_modules_when_it_is_ready(package, monkeypatch, source, refused):
+    """The package's files may be replaced under a program that runs."""
+    ask = trial.Worker.ask
+
+    def without_files(self, request, seconds):
+        shutil.rmtree(package)
+        return ask(self, request, seconds)
+
+    monkeypatch.setattr(trial.Worker, "ask", without_files)
+    if refused:
+        with pytest.raises(FilterCompileError, match=refused):
+            ExLlamaV2GrammarFilter(None, V, **source, budget=LONG)
+    else:
+        assert ExLlamaV2GrammarFilter(None, V, **source, budget=LONG).next()[0]
+    assert not package.exists()
+
+
+def test_a_faulty_installation_is_not_blamed_on_the_grammar(package):
+    schema = {"allOf": [{"type": "string", "maxLength": 29}]}
+    module = package / "grammar_source.py"
+    text = module.read_text()
+    for fault in (text.replace("import json\n", "import json_of_tomorrow\n"), "an error of the syntax"):
+        module.write_text(fault)
+        with pytest.raises(FilterError, match=r"the installation of exl-filters or llguidance") as raised:
+            ExLlamaV2GrammarFilter(None, V, json_schema=schema, budget=LONG)
+        assert not isinstance(raised.value, FilterCompileError)
+    # A module that is missing only once a grammar needs it.
+    module.write_text(text.replace("from llguidance.gbnf_to_lark", "from llguidance.gone"))
+    with pytest.raises(FilterError, match=r"installation.*llguidance\.gone") as raised:
+        ExLlamaV2GrammarFilter(None, V, ebnf='root ::= "b" | "~"\n', budget=LONG)
+    assert not isinstance(raised.value, FilterCompileError)
+    module.write_text(text)
+    assert ExLlamaV2GrammarFilter(None, V, json_schema=schema, budget=LONG).next()[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGKILL")
+@pytest.mark.parametrize("large", [False, True])
+def test_an_idle_process_that_ends_at_the_request_is_replaced(monkeypatch, large):
+    """A request that nobody reads fails while it is written, or when its pipe is closed."""
+    first = {"allOf": [{"type": "string", "maxLength": 31}]}
+    second = {"allOf": [{"type": "string", "maxLength": 37 + large, "description": "d" * 300_000 * large}]}
+    ExLlamaV2GrammarFilter(None, V, json_schema=first, budget=LONG)
+    (*_, ended) = trial.workers.idle
+    ask = trial.Worker.ask
+
+    def ended_before(self, request, seconds):
+        if self is ended:
+            self.process.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return ask(self, request, seconds)
+
+    monkeypatch.setattr(trial.Worker, "ask", ended_before)
+    assert ExLlamaV2GrammarFilter(None, V, json_schema=second, budget=LONG).next()[0]
+    assert ended.process.returncode == -signal.SIGKILL
+    assert ended not in trial.workers.idle
 
 
 def test_a_grammar_may_name_control_tokens_where_it_is_tried():
@@ -308,6 +403,20 @@ def test_a_grammar_may_name_control_tokens_where_it_is_tried():
         assert f.next()[0] == [257]
     with pytest.raises(FilterCompileError, match="call"):
         ExLlamaV2GrammarFilter(None, V, lark="start: <|call|> X\nX: /a+/ & /a.*/\n")
+
+
+@pytest.mark.parametrize("token", ["<|call|>", "<[257]>"])
+@pytest.mark.parametrize("escaped", ["", "<", "[", "<["])
+def test_json_may_escape_the_signs_that_name_control_tokens(token, escaped):
+    vocab = Vocabulary(
+        [*(bytes([i]) for i in range(256)), None, None],
+        eos_token_id=256,
+        special_ids=[256, 257],
+        special_texts={256: "</s>", 257: "<|call|>"},
+    )
+    written = "".join(f"\\u{ord(sign):04X}" if sign in escaped else sign for sign in token)
+    llg = json.dumps({"grammars": [{"lark_grammar": f'start: {token} "a"\n'}]}).replace(token, written)
+    assert ExLlamaV2GrammarFilter(None, vocab, llg=llg).next()[0] == [257]
 
 
 def test_other_work_goes_on_and_the_thread_ends():

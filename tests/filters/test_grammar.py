@@ -133,6 +133,8 @@ def test_languages(source, good, bad):
         ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
         ({"json_schema": {"type": "null"}, "whitespace": "("}, "whitespace"),
         ({"regex": "a", "limits": {"max_nothing": 3}}, "max_nothing"),
+        ({"regex": "a", "limits": {"verbose_errors": True}}, "verbose_errors is not a limit"),
+        ({"regex": "a", "limits": {"verbose_errors": 0}}, "verbose_errors is not a limit"),
         ({"regex": "[ab]{1,2000}[cd]{1,2000}x", "limits": {"initial_lexer_fuel": 10}}, "limit"),
         ({"regex": "a", "on_complete": "stop"}, "on_complete"),
         ({"lark": 'start: "a"', "leading_space": True}, "leading_space"),

@@ -1,4 +1,4 @@
-"""The cores that this process may use, and making way for others where they are few."""
+"""Count the cores that this process may use, and lower its scheduling priority."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 __all__ = ["NICENESS", "available_cores", "yield_cores"]
 
 NICENESS = 5
-"""A quarter of a core remains for a process of this niceness beside one of niceness 0."""
+"""A process of this niceness gets a quarter of a core that it shares with one of niceness 0."""
+# Linux lets unprivileged processes set the niceness of a session once in 0.1 s, all sessions together.
 TRIES, PAUSE_SECONDS = 5, 0.1
-"""The kernel takes the niceness of one session in so many seconds from processes without privileges."""
 
 
 def available_cores() -> int:

@@ -64,6 +64,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     Raises:
         FilterUsageError: `budget` is no `CompileBudget`.
         FilterCompileError: the source cannot be enforced, or exceeds the budget.
+        FilterError: no process for trying the grammar can be started, or its installation is faulty.
+        MemoryError: this process has not enough memory to compile the grammar.
         MissingExtra: llguidance (or xgrammar) is not installed.
     """
 

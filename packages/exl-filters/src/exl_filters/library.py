@@ -20,7 +20,12 @@ def llguidance() -> Any:
 
 
 def caught(work: Callable[[], Any]) -> Any:
-    """Run llguidance code; its `ValueError`s and panics become `FilterCompileError`."""
+    """Run llguidance code and return its result.
+
+    Raises:
+        FilterCompileError: for every exception and panic of llguidance except the following.
+        MemoryError: unchanged, because it says nothing about the grammar.
+    """
     try:
         return work()
     except (KeyboardInterrupt, SystemExit, MemoryError):

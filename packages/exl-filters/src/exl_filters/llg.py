@@ -221,6 +221,8 @@ class Matcher:
 
 def parser_limits(limits: Mapping[str, int] | None) -> Any:
     """Return llguidance's object for limits by name. Raises `FilterCompileError` for other names and values."""
+    if limits and "verbose_errors" in limits:
+        raise FilterCompileError("limits: verbose_errors is not a limit and cannot be set; leave it out")
     for name, limit in (limits or {}).items():
         if not isinstance(limit, int) or limit < 0:
             raise FilterCompileError(f"limits: {name} is {limit!r}; it must be an integer of 0 or more")
@@ -244,6 +246,7 @@ def compile_matcher(
 
     Raises:
         FilterCompileError: with llguidance's reason and position, also when a limit is exceeded.
+        MemoryError: there is not enough memory to compile it in this process.
     """
     module, most = llguidance(), parser_limits(limits)
     tokenizer, width = tokenizer_for(vocabulary)

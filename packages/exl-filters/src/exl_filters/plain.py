@@ -15,6 +15,7 @@ from exl_filters.schema_checks import divisor_of, schemas_in
 __all__ = ["is_plain", "is_small"]
 
 MOST_CHARACTERS = 8192
+MOST_SCHEMA_TEXT = 4 * MOST_CHARACTERS
 MOST_DIVISORS = 2000
 MOST_PATTERNS = 64
 WHITESPACE_CHARACTERS = 64
@@ -34,8 +35,14 @@ JOINING = frozenset({"$ref", "anyOf"})
 
 
 def is_small(source: Mapping[str, Any]) -> bool:
-    """Whether the one entry of `source`, as `text_source` returns it, has few enough characters to be plain."""
+    """Whether the one entry of `source`, as `text_source` returns it, may be plain by its number of characters.
+
+    Indentation and a wrapper do not count in a plain schema, so the limit of its text is larger: parsing a text of that
+    size takes less than a millisecond, and `is_plain` then measures the schema alone.
+    """
     ((kind, value),) = source.items()
+    if kind == "json_schema":
+        return len(value) <= MOST_SCHEMA_TEXT
     return (sum(map(len, value)) if kind == "choice" else len(value)) <= MOST_CHARACTERS
 
 

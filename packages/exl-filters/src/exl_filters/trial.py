@@ -11,11 +11,13 @@ plain grammars do not need it. xgrammar has no limits at all; the process sends 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +47,9 @@ CANNOT_START = (
     "no process for trying the grammar can be started (budget=CompileBudget(trust=True) compiles it in this one, "
     "which no limit bounds)"
 )
+# `<` and `[` as JSON may write them. Behind an escaped backslash they are text, where a match does no harm.
+_ESCAPED = re.compile(r"\\u00(3c|5b)", re.IGNORECASE)
+REINSTALL = "install exl-filters and {library} again, and restart this program"
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 
@@ -57,8 +62,8 @@ def tried_grammar(
 ) -> str:
     """Return llguidance's grammar for a source that compiles within the budget.
 
-    The other process translates the source as well: a schema takes Python milliseconds, in which a program's other
-    threads would compete for the interpreter.
+    The other process translates the source as well: a schema takes milliseconds of Python code, during which a
+    program's other threads would wait for the interpreter.
 
     Args:
         source: One entry, as `grammar_source.text_source` returns it.
@@ -69,6 +74,7 @@ def tried_grammar(
 
     Raises:
         FilterCompileError: the grammar does not compile, exceeds the budget, or ends the process.
+        FilterError: no process can be started, or its installation is faulty.
     """
     parser = {"verbose_errors": False, **(limits or {})}
     request = {
@@ -112,6 +118,8 @@ def _remember(key: bytes, passed: tuple[float, int, str]) -> None:
 def _control_tokens(source: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return size and control tokens of the vocabulary, where the source may name them: `<|name|>`, `<[id]>`."""
     ((kind, text),) = source.items()
+    if kind == "llg":  # JSON, which may escape both characters
+        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
     if kind in ("json_schema", "regex", "choice") or "<" not in text:
         return {"width": 0, "control": {}}
     texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)}
@@ -140,7 +148,14 @@ def compile_elsewhere(
 
 
 class Worker:
-    """One process; one thread at a time uses it."""
+    """One process; one thread at a time uses it.
+
+    Raises:
+        FilterError: the process cannot be started, or cannot import what it needs.
+    """
+
+    begun = False
+    """Whether the process has read the last request, as it reports before it sets its limits."""
 
     def __init__(self, library: str) -> None:
         self.library = library
@@ -161,9 +176,13 @@ class Worker:
             )
         except OSError as error:
             raise FilterError(f"{CANNOT_START}: {error}") from error
-        if self._within(START_SECONDS, None) is None:
+        ready = self._within(START_SECONDS, None)
+        if ready is None:
             self.kill()
             raise FilterError(f"{CANNOT_START}: {sys.executable} did not answer within {START_SECONDS:g} s or ended")
+        if "broken" in ready:
+            self.kill()
+            raise self.broken(ready["broken"])
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """Return the answer; None when there was none in time or the process has died."""
@@ -175,7 +194,15 @@ class Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):  # a request that the process did not read cannot be flushed
+                    pipe.close()
+
+    def broken(self, reason: str) -> FilterError:
+        """Return the error for a process that could not import a module or read a file."""
+        return FilterError(
+            f"the installation of exl-filters or {self.library} is incomplete or was changed under this program "
+            f"({reason}): {REINSTALL.format(library=self.library)}"
+        )
 
     def _within(self, seconds: float, request: dict[str, Any] | None) -> dict[str, Any] | None:
         assert self.process.stdin is not None
@@ -183,9 +210,11 @@ class Worker:
         timer = threading.Timer(seconds, self.process.kill)
         timer.daemon = True
         timer.start()
+        self.begun = False
         try:
             if request is not None:
                 send(self.process.stdin, request)
+                self.begun = receive(self.process.stdout) is not None
             return receive(self.process.stdout)
         except OSError:
             return None
@@ -249,7 +278,7 @@ class WorkerPool:
 
         Raises:
             FilterCompileError: the budget is used up, the process died, or no process was free in time.
-            FilterError: no process can be started.
+            FilterError: no process can be started, or its installation is faulty.
         """
         limit = deadline() or Deadline(None)
         # Every holder of a slot has a budget, so the wait has an end.
@@ -280,7 +309,20 @@ class WorkerPool:
         self._idle.clear()
 
     def _ask_one(self, request: dict[str, Any], budget: CompileBudget, library: str, limit: Deadline) -> dict[str, Any]:
-        worker = self._take(library)
+        worker = self._kept(library)
+        reply = None if worker is None else self._answer(worker, request, budget, limit)
+        if reply is None:
+            worker = self._start(library)
+            reply = self._answer(worker, request, budget, limit)
+            if reply is None:
+                code = worker.process.returncode
+                raise FilterError(f"{CANNOT_START}: it ended with exit code {code} before it read the grammar")
+        return reply
+
+    def _answer(
+        self, worker: Worker, request: dict[str, Any], budget: CompileBudget, limit: Deadline
+    ) -> dict[str, Any] | None:
+        """Return a process's answer, and keep the process; None where it had ended before it read the request."""
         seconds = min(budget.seconds, limit.left())
         start = time.monotonic()
         try:
@@ -291,20 +333,25 @@ class WorkerPool:
             raise
         if reply is None:
             worker.kill()
-            raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
+            late = time.monotonic() - start >= seconds
+            if worker.begun or late or limit.over():
+                raise _cause(worker, budget, limit, late)
+            return None
+        if "broken" in reply:
+            worker.kill()
+            raise worker.broken(reply["broken"])
         with self._lock:
             self._idle.append(worker)
         return reply
 
-    def _take(self, library: str) -> Worker:
+    def _kept(self, library: str) -> Worker | None:
+        """Return an idle process of the library; None where there is none."""
         while True:
             with self._lock:
                 worker = next((w for w in reversed(self._idle) if w.library == library), None)
                 if worker is not None:
                     self._idle.remove(worker)
-            if worker is None:
-                return self._start(library)
-            if worker.process.poll() is None:
+            if worker is None or worker.process.poll() is None:
                 return worker
             worker.kill()
 
@@ -346,7 +393,8 @@ def _stack() -> int:
 workers = WorkerPool(MOST_WORKERS)
 """The processes of this process."""
 _lock = threading.Lock()
-# Seconds taken, megabytes allowed and llguidance's grammar, by request that passed; and the characters of them all.
+# Seconds taken, megabytes allowed and llguidance's grammar, by request that passed; and the characters of them all,
+# which take up to 64 MB: Python uses four bytes for each character of a text with an emoji.
 _passed: OrderedDict[bytes, tuple[float, int, str]] = OrderedDict()
 _characters = 0
 

@@ -1,8 +1,8 @@
 """Process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, JSON over pipes.
 
 It uses the standard library, llguidance or xgrammar, imported from DIRECTORY, and the modules of this package that need
-nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Other
-processes come first where cores are few: a large grammar takes one for seconds.
+nothing else. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone. Its
+priority is low, because a large grammar occupies a core for seconds.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request.
 
     Returns `{"error": reason, "warnings": [...], "grammar": text}` for a source of llguidance; `{"compiled": text}` for
-    a grammar of xgrammar, or `{"unknown": True}` where its vocabulary has not arrived; `{"refused": reason}` for an
-    exception.
+    a grammar of xgrammar, or `{"unknown": True}` where its vocabulary has not arrived; `{"broken": reason}` where a
+    module cannot be imported or a file cannot be read; `{"refused": reason}` for other exceptions.
     """
     try:
         if "call" in request:
             return compiled_by_xgrammar(request)
         return tried_by_llguidance(request)
+    except (ImportError, OSError) as error:
+        return {"broken": str(error)}
     except BaseException as error:  # a Rust panic is a BaseException
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             sys.exit("out of memory")
@@ -128,12 +130,26 @@ def restrict(megabytes: int, seconds: float) -> None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until the pipe is closed. The first frame, sent unasked, says that the libraries are loaded."""
+    """Answer requests until the pipe is closed.
+
+    The first frame, sent unasked, says that all modules are loaded. Each answer follows a frame that says that the
+    request has been read.
+    """
     send(answers, {"ready": True})
     while (request := receive(requests)) is not None:
+        send(answers, {"begun": True})
         restrict(request["megabytes"], request["seconds"])
         start = time.monotonic()
         send(answers, {**answer(request), "took": time.monotonic() - start})
+
+
+def load(library: str) -> None:
+    """Import all modules that answers need, before the limits are set and before the budget of a grammar begins."""
+    modules = [library, "exl_filters.cores"]
+    if library == "llguidance":
+        modules += ["llguidance.gbnf_to_lark", "exl_filters.grammar_source", "exl_filters.reasons"]
+    for name in modules:
+        importlib.import_module(name)
 
 
 def address_space() -> int:
@@ -173,17 +189,18 @@ if __name__ == "__main__":
     # The package without its own `__init__`, which imports numpy.
     sys.modules["exl_filters"] = package = ModuleType("exl_filters")
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
-    # Runs before the limits are set and before the first request.
-    importlib.import_module(library)
-    if library == "llguidance":
-        pass
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    try:
+        load(library)
+    except Exception as error:
+        send(answers, {"broken": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
     from exl_filters.cores import yield_cores
 
     yield_cores()
     _base = HEADROOM + address_space()
 
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
     threading.stack_size(int(stack))
     worker = threading.Thread(target=serve, args=(requests, answers))
     worker.start()
