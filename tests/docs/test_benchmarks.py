@@ -38,7 +38,7 @@ QUICK = (
     Case("soak_generate --requests 12", 1, ("computed_tokens",)),
     Case("bench_http --host --streams 2 --new 8 --rounds 1", 1, ("host_us", "decode_us")),
     Case("bench_worker --streams 2 --tokens 4 --rounds 1", 1, ("bytes_per_token",)),
-    Case(f"{BARS} wire queue", 3, ("figure", "figure"), bars=3),
+    Case(f"{BARS} wire queue", 4, ("figure", "figure"), bars=4),
 )
 LONG = (
     Case("bench_host --active 2 --queued 0 --cached-pages 2 --steps 3 --vocab 300", 6, ("us",)),
