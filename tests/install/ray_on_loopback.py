@@ -29,6 +29,8 @@ PATIENT = {
     # As app.LOOPBACK: also the cluster that the tests start themselves is reached from this machine alone.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
+    # `uv run` started this test: Ray would start its workers by it as well, in the environment without Ray.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "OMP_NUM_THREADS": "1",
     "EXL_CPU_THREADS": "1",
 }

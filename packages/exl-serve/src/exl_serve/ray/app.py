@@ -20,10 +20,15 @@ __all__ = ["APP", "application", "check", "check_versions", "run", "start", "ver
 OLDEST, NEWEST = (2, 60), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "FORWARDED_ALLOW_IPS": ""}
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "FORWARDED_ALLOW_IPS": "",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
 """Ray replaces a node's loopback address by one that other machines reach, except on systems where it supports one
 machine only. Its processes then listen on that address alone. Ray reads this when it is imported. Its HTTP proxy is
-uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine.
+uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine. Below `uv run` it would start its
+workers by uv too, in an environment that may lack Ray, and wait for them without end.
 """
 HEAD_ROOM = 64
 """Calls to a replica beyond its requests: messages about them."""
