@@ -42,6 +42,7 @@ class FakeRay:
             util=SimpleNamespace(get_node_ip_address=lambda: self.address),
         )
         monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setattr("exl_serve.ray.app.version", lambda name: "2.60.0")
         monkeypatch.setattr(app, "application", lambda config: None)
         monkeypatch.setattr(app.signal, "signal", lambda *_: None)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")

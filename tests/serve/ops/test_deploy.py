@@ -7,10 +7,8 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -130,7 +128,7 @@ def test_the_options_in_the_files_exist() -> None:
 
 
 def test_the_manifest_of_kuberay_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0"))
+    monkeypatch.setattr("exl_serve.ray.app.version", lambda name: "2.60.0")
     manifest = text("kuberay.yaml")
     toml = re.findall(r"^#   (\[.*|[a-z_]+ = .*)$", manifest, re.MULTILINE)
     spec = yaml.safe_load(manifest)["spec"]
@@ -151,7 +149,7 @@ def test_the_manifest_of_kuberay_is_what_the_command_prints(monkeypatch: pytest.
 
 
 def test_a_serve_file_names_every_option_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0"))
+    monkeypatch.setattr("exl_serve.ray.app.version", lambda name: "2.60.0")
     tables = {
         "server": {"cors_origins": ["https://a.example"], "limits": {"max_streams": 9}},
         "model": [

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -74,15 +75,16 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
         # Ray Serve's replicas listen on all addresses; the token protects them.
         raise ConfigError("a cluster without token authentication runs programs of others: unset RAY_AUTH_MODE")
     try:
-        import ray
-    except ImportError:
+        # Not by importing it: `run` sets variables first that Ray reads then.
+        installed = version("ray")
+    except PackageNotFoundError:
         raise ConfigError(
             'Ray is not installed: in a checkout, pip install "./packages/exl-serve[ray]" installs it'
         ) from None
-    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    found = tuple(int(part) for part in installed.split(".")[:2])
     if not OLDEST <= found < NEWEST:
         raise ConfigError(
-            f"ray {ray.__version__} is not supported: at least {OLDEST[0]}.{OLDEST[1]}, before {NEWEST[0]}.{NEWEST[1]}"
+            f"ray {installed} is not supported: at least {OLDEST[0]}.{OLDEST[1]}, before {NEWEST[0]}.{NEWEST[1]}"
         )
 
 
