@@ -451,7 +451,7 @@ def test_a_cluster_that_others_reach_needs_a_token(cluster: Cluster, monkeypatch
             app.check(made, address, {"RAY_AUTH_MODE": "disabled"})
         app.check(made, address, {"RAY_AUTH_MODE": "token"})
     app.check(made, None, {})
-    monkeypatch.setattr(ray, "__version__", "2.41.0")
+    monkeypatch.setattr("exl_serve.ray.app.version", lambda name: "2.41.0")
     with pytest.raises(ConfigError, match=r"2\.41\.0 is not supported"):
         app.check(made, None)
 
