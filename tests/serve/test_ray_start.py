@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from exl_generate import bundled
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
 from exl_serve.ray import app
@@ -108,6 +110,32 @@ def test_options_that_ray_would_ignore_are_refused(monkeypatch: pytest.MonkeyPat
     made = msgspec.structs.replace(CONFIG, server=msgspec.convert({name: "file"}, ServerConfig))
     with pytest.raises(ConfigError, match=f"server.{name} has no effect on Ray"):
         app.check(made, None, {})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error"),
+    [
+        ("Metadata-Version: 2.1\nName: ray\nVersion: 2.60.0\n", "Ray or Ray Serve cannot be imported (0 0 token): "),
+        (None, "Ray is not installed: "),
+    ],
+    ids=["module", "metadata"],
+)
+def test_a_damaged_installation_of_ray_is_refused(tmp_path: Path, metadata: str | None, error: str) -> None:
+    """The stand-in also shows that Ray is imported only once its variables are set."""
+    names = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_AUTH_MODE")
+    (tmp_path / "ray.py").write_text(f"import os\nraise ImportError(' '.join(map(os.environ.get, {names})))\n")
+    (tmp_path / "ray-2.60.0.dist-info").mkdir()
+    if metadata is not None:
+        (tmp_path / "ray-2.60.0.dist-info" / "METADATA").write_text(metadata)
+    file = tmp_path / "server.toml"
+    file.write_text(f"[[model]]\nid = 'm'\npath = '{bundled.default_model_dir()}'\n")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "exl_serve", "ray", str(file)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"exl: {error}in a checkout, pip install"), done.stderr
 
 
 def test_the_server_imports_no_ray() -> None:
