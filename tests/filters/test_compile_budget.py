@@ -277,6 +277,26 @@ def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
         ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(seconds=0.001))
 
 
+def test_a_budget_may_be_larger_than_any_memory():
+    for megabytes in (1 << 43, sys.maxsize, 10**30):
+        source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "const": str(megabytes)}]}}
+        assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(120.0, megabytes)).next()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resource.prlimit")
+def test_a_budget_above_the_hard_limit_lifts_the_limit_of_the_last_grammar():
+    schemas = [{"allOf": [{"type": "string", "maxLength": length}]} for length in (41, 43)]
+    with no_workers() as workers:
+        ExLlamaV2GrammarFilter(None, V, json_schema=schemas[0], budget=CompileBudget(120.0, 64))
+        (worker,) = workers.idle
+        soft, _ = resource.prlimit(worker.process.pid, resource.RLIMIT_AS)
+        hard = soft + (1 << 30)
+        resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (soft, hard))
+        ExLlamaV2GrammarFilter(None, V, json_schema=schemas[1], budget=CompileBudget(120.0, 1 << 20))
+        assert workers.idle == (worker,)
+        assert resource.prlimit(worker.process.pid, resource.RLIMIT_AS) == (hard, hard)
+
+
 def test_a_process_that_cannot_be_started_is_reported(monkeypatch):
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
     with no_workers():
