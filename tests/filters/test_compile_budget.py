@@ -265,9 +265,27 @@ def test_other_processes_come_before_one_that_tries_grammars():
     ExLlamaV2GrammarFilter(None, V, **source, budget=LONG)
     worker = trial.workers.idle[0].process.pid
     assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-    session = Path(f"/proc/{worker}/autogroup")
+    session, own = Path(f"/proc/{worker}/autogroup"), Path("/proc/self/autogroup")
     if session.exists():
-        assert session.read_text().split()[-2:] == ["nice", str(NICENESS)]
+        assert int(session.read_text().split()[-1]) == min(19, int(own.read_text().split()[-1]) + NICENESS)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="Linux schedules no sessions here")
+def test_a_session_of_low_priority_comes_before_its_process_that_tries_grammars():
+    """A new session has niceness 0 at first, which would put the process before its parent."""
+    code = (
+        "from exl_filters import ExLlamaV2GrammarFilter, cores, trial\n"
+        "from exl_filters.testing import standard_vocabulary\n"
+        "cores.yield_cores(12)\n"
+        "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'allOf': [{'type': 'object'}]})\n"
+        "for process in ('self', trial.workers.idle[0].process.pid):\n"
+        "    print(open(f'/proc/{process}/autogroup').read().split()[-1])\n"
+    )
+    done = run(["-c", code])
+    done.check_returncode()
+    own, of_worker = map(int, done.stdout.split())
+    assert own >= 12
+    assert of_worker == min(19, own + NICENESS)
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
