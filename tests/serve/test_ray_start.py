@@ -48,7 +48,7 @@ class FakeRay:
         monkeypatch.setattr(app, "application", lambda config: None)
         monkeypatch.setattr(app.signal, "signal", lambda *_: None)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        for name in app.LOOPBACK:
+        for name in (*app.LOOPBACK, *app.DEFAULTS):
             monkeypatch.setenv(name, "1")
 
     def note(self, name: str) -> Any:
@@ -91,6 +91,21 @@ def test_a_new_cluster_uses_the_loopback_address(monkeypatch: pytest.MonkeyPatch
     assert ray.calls == [("init", "local"), ("shutdown", None)]
     assert {name: os.environ[name] for name in app.LOOPBACK} == app.LOOPBACK
     assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.5:6379"])
+def test_workers_are_not_started_by_uv_unless_a_variable_says_so(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """Below `uv run` Ray would send the working folder to the cluster and start workers by uv in it."""
+    name = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    FakeRay(monkeypatch, serving=False)
+    monkeypatch.setenv(name, "1")
+    for used in ("1", "0"):
+        with pytest.raises(RuntimeError, match="failed"):
+            app.run(CONFIG, address)
+        assert os.environ.get(name) == used
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "ray://head.example:10001"])

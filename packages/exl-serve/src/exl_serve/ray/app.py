@@ -21,15 +21,14 @@ __all__ = ["APP", "application", "check", "check_versions", "run", "start", "ver
 OLDEST, NEWEST = (2, 60), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
-LOOPBACK = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "FORWARDED_ALLOW_IPS": "",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "FORWARDED_ALLOW_IPS": ""}
 """Ray replaces a node's loopback address by one that other machines reach, except on systems where it supports one
 machine only. Its processes then listen on that address alone. Ray reads this when it is imported. Its HTTP proxy is
-uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine. Below `uv run` it would start its
-workers by uv too, in an environment that may lack Ray, and wait for them without end.
+uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine.
+"""
+DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Variables of Ray that keep a value that is set. With the second, a driver below `uv run` sends its working folder to
+the cluster and starts workers by uv in it: in an environment that may lack Ray, for which it would wait without end.
 """
 INSTALL = 'in a checkout, pip install "./packages/exl-serve[ray]" installs it'
 HEAD_ROOM = 64
@@ -178,7 +177,8 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     check(config, address)
     if replace and address is None:
         raise ConfigError("--replace needs --address: a new cluster serves nothing that could be replaced")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
         from ray import serve
