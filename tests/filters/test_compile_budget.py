@@ -265,9 +265,27 @@ def test_other_processes_come_before_one_that_tries_grammars():
     ExLlamaV2GrammarFilter(None, V, **source, budget=LONG)
     worker = trial.workers.idle[0].process.pid
     assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-    session = Path(f"/proc/{worker}/autogroup")
+    session, own = Path(f"/proc/{worker}/autogroup"), Path("/proc/self/autogroup")
     if session.exists():
-        assert session.read_text().split()[-2:] == ["nice", str(NICENESS)]
+        assert int(session.read_text().split()[-1]) == min(19, int(own.read_text().split()[-1]) + NICENESS)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="Linux schedules no sessions here")
+def test_a_session_of_low_priority_comes_before_its_process_that_tries_grammars():
+    """A new session has niceness 0 at first, which would put the process before its parent."""
+    code = (
+        "from exl_filters import ExLlamaV2GrammarFilter, cores, trial\n"
+        "from exl_filters.testing import standard_vocabulary\n"
+        "cores.yield_cores(12)\n"
+        "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'allOf': [{'type': 'object'}]})\n"
+        "for process in ('self', trial.workers.idle[0].process.pid):\n"
+        "    print(open(f'/proc/{process}/autogroup').read().split()[-1])\n"
+    )
+    done = run(["-c", code])
+    done.check_returncode()
+    own, of_worker = map(int, done.stdout.split())
+    assert own >= 12
+    assert of_worker == min(19, own + NICENESS)
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
@@ -275,6 +293,26 @@ def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
     ExLlamaV2GrammarFilter(None, V, **source)
     with pytest.raises(FilterCompileError, match=r"within 0\.001 s"):
         ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(seconds=0.001))
+
+
+def test_a_budget_may_be_larger_than_any_memory():
+    for megabytes in (1 << 43, sys.maxsize, 10**30):
+        source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "const": str(megabytes)}]}}
+        assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(120.0, megabytes)).next()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resource.prlimit")
+def test_a_budget_above_the_hard_limit_lifts_the_limit_of_the_last_grammar():
+    schemas = [{"allOf": [{"type": "string", "maxLength": length}]} for length in (41, 43)]
+    with no_workers() as workers:
+        ExLlamaV2GrammarFilter(None, V, json_schema=schemas[0], budget=CompileBudget(120.0, 64))
+        (worker,) = workers.idle
+        soft, _ = resource.prlimit(worker.process.pid, resource.RLIMIT_AS)
+        hard = soft + (1 << 30)
+        resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (soft, hard))
+        ExLlamaV2GrammarFilter(None, V, json_schema=schemas[1], budget=CompileBudget(120.0, 1 << 20))
+        assert workers.idle == (worker,)
+        assert resource.prlimit(worker.process.pid, resource.RLIMIT_AS) == (hard, hard)
 
 
 def test_a_process_that_cannot_be_started_is_reported(monkeypatch):

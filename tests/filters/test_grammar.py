@@ -132,6 +132,8 @@ def test_languages(source, good, bad):
         ({"json_schema": {"type": "string", "contains": {}, "if": {}}}, "if"),
         ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
         ({"json_schema": {"type": "null"}, "whitespace": "("}, "whitespace"),
+        ({"json_schema": {"type": "null"}, "whitespace": 5}, "whitespace"),
+        ({"json_schema": {"type": "null"}, "whitespace": None}, "whitespace"),
         ({"regex": "a", "limits": {"max_nothing": 3}}, "max_nothing"),
         ({"regex": "a", "limits": {"verbose_errors": True}}, "verbose_errors is not a limit"),
         ({"regex": "a", "limits": {"verbose_errors": 0}}, "verbose_errors is not a limit"),

@@ -7,7 +7,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl_filters import FilterCompileError, FilterStack, Vocabulary
+from exl_filters import CompileBudget, FilterCompileError, FilterStack, Vocabulary
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
 import json_schema_suite as suite
@@ -132,6 +132,23 @@ def test_divisors_below_it_are_not():
     assert takes({"type": "number", "multipleOf": 0.01}, "0.07")
     apart = {"anyOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 991}]}
     assert takes(apart, "1982")
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ('{"type": "integer", "multipleOf": 1' + "0" * 400 + "}", r"#: multipleOf is above the limit of 1\.797"),
+        ('{"items": {"multipleOf": -' + "7" * 4000 + "}}", r"#/items: multipleOf is above the limit of 1\.797"),
+        (json.dumps({"allOf": [{"multipleOf": 3**600 + 2 * i} for i in range(20)]}), "limit of 100000"),
+        ('{"type": "number", "exclusiveMinimum": 1e999}', "expected value|invalid number"),
+        ('{"type": "number", "exclusiveMaximum": -1e999}', "expected value|invalid number"),
+        ('{"type": "number", "minimum": 1e999, "exclusiveMinimum": true}', "expected value|invalid number"),
+    ],
+)
+def test_numbers_that_no_float_holds_are_refused(schema, reason, trust):
+    with pytest.raises(FilterCompileError, match=reason):
+        takes(schema, "0", budget=CompileBudget(seconds=120, trust=trust))
 
 
 @pytest.mark.parametrize("source", [{"regex": r"[^\s\S]"}, {"json_schema": {"$ref": "#"}}])

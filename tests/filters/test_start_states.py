@@ -185,13 +185,14 @@ def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):
     assert len(lexers(stacks_of(ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), 14))) == 1
 
 
-def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer():
+@pytest.mark.parametrize("error", [FilterCompileError("no memory is left"), MemoryError()])
+def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer(error):
     compiled: list[Matcher | None] = []
 
     def once():
         if compiled:
             compiled.append(None)
-            raise FilterCompileError("no memory is left")
+            raise error
         compiled.append(compile_matcher(LARK, MODEL))
         return compiled[0]
 

@@ -178,7 +178,7 @@ def test_the_command_of_the_guide(tmp_path: Path) -> None:
     port, file, log = free_port(), tmp_path / "serve.toml", tmp_path / "log"
     models = "".join(f'[[model]]\nid = "{name}"\npath = "{PATH}"\ndevice = "cpu"\n' for name in ("fable", "another"))
     file.write_text(f"[server]\nport = {port}\n{models}[ray]\ningress_cpus = 0.1\nengine_cpus = 0.1\n")
-    environment = {name: value for name, value in os.environ.items() if name not in app.LOOPBACK}
+    environment = {name: value for name, value in os.environ.items() if name not in {*app.LOOPBACK, *app.DEFAULTS}}
     with open(log, "w") as told:
         command = [sys.executable, "-m", "exl_serve", "ray", str(file)]
         process = subprocess.Popen(command, stderr=told, env=environment)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from exl_generate import bundled
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
 from exl_serve.ray import app
@@ -46,7 +48,7 @@ class FakeRay:
         monkeypatch.setattr(app, "application", lambda config: None)
         monkeypatch.setattr(app.signal, "signal", lambda *_: None)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        for name in app.LOOPBACK:
+        for name in (*app.LOOPBACK, *app.DEFAULTS):
             monkeypatch.setenv(name, "1")
 
     def note(self, name: str) -> Any:
@@ -91,6 +93,21 @@ def test_a_new_cluster_uses_the_loopback_address(monkeypatch: pytest.MonkeyPatch
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
+@pytest.mark.parametrize("address", [None, "10.0.0.5:6379"])
+def test_workers_are_not_started_by_uv_unless_a_variable_says_so(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """Below `uv run` Ray would send the working folder to the cluster and start workers by uv in it."""
+    name = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    FakeRay(monkeypatch, serving=False)
+    monkeypatch.setenv(name, "1")
+    for used in ("1", "0"):
+        with pytest.raises(RuntimeError, match="failed"):
+            app.run(CONFIG, address)
+        assert os.environ.get(name) == used
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "ray://head.example:10001"])
 def test_an_address_needs_a_token(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     FakeRay(monkeypatch, serving=False)
@@ -108,6 +125,32 @@ def test_options_that_ray_would_ignore_are_refused(monkeypatch: pytest.MonkeyPat
     made = msgspec.structs.replace(CONFIG, server=msgspec.convert({name: "file"}, ServerConfig))
     with pytest.raises(ConfigError, match=f"server.{name} has no effect on Ray"):
         app.check(made, None, {})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error"),
+    [
+        ("Metadata-Version: 2.1\nName: ray\nVersion: 2.60.0\n", "Ray or Ray Serve cannot be imported (0 0 token): "),
+        (None, "Ray is not installed: "),
+    ],
+    ids=["module", "metadata"],
+)
+def test_a_damaged_installation_of_ray_is_refused(tmp_path: Path, metadata: str | None, error: str) -> None:
+    """The stand-in also shows that Ray is imported only once its variables are set."""
+    names = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_AUTH_MODE")
+    (tmp_path / "ray.py").write_text(f"import os\nraise ImportError(' '.join(map(os.environ.get, {names})))\n")
+    (tmp_path / "ray-2.60.0.dist-info").mkdir()
+    if metadata is not None:
+        (tmp_path / "ray-2.60.0.dist-info" / "METADATA").write_text(metadata)
+    file = tmp_path / "server.toml"
+    file.write_text(f"[[model]]\nid = 'm'\npath = '{bundled.default_model_dir()}'\n")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "exl_serve", "ray", str(file)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"exl: {error}in a checkout, pip install"), done.stderr
 
 
 def test_the_server_imports_no_ray() -> None:

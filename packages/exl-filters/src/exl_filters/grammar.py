@@ -94,6 +94,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         super().__init__(model, tokenizer)
         if on_complete not in ("end", "eos"):
             raise FilterCompileError(f'on_complete is "end" or "eos"; got {on_complete!r}')
+        if not isinstance(whitespace, str):
+            raise FilterCompileError(f'whitespace is "bounded", "compact", "any" or a pattern; got {whitespace!r:.60}')
         if not isinstance(budget, CompileBudget | None):
             raise FilterUsageError(f"budget must be a CompileBudget; got {budget!r:.60}")
         sources = {

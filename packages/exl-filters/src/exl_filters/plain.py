@@ -38,7 +38,7 @@ def is_small(source: Mapping[str, Any]) -> bool:
     """Whether the one entry of `source`, as `text_source` returns it, may be plain by its number of characters.
 
     Indentation and a wrapper do not count in a plain schema, so the limit of its text is larger: parsing a text of that
-    size takes less than a millisecond, and `is_plain` then measures the schema alone.
+    size takes a few milliseconds at most, and `is_plain` then measures the schema alone.
     """
     ((kind, value),) = source.items()
     if kind == "json_schema":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from fractions import Fraction
@@ -42,6 +43,11 @@ def check_schema(schema: Any) -> None:
                 "(white space: the filter's argument `whitespace`)"
             )
         _check_least_members(at, sub)
+        if not _is_float(sub.get("multipleOf", 1)):
+            raise FilterCompileError(
+                f"{at}: multipleOf is above the limit of {sys.float_info.max}; leave it out and check the number "
+                "afterwards"
+            )
         parts.append(sub)
     try:
         _check_numbers("#", parts)
@@ -58,12 +64,14 @@ def _check_numbers(at: str, parts: list[dict[str, Any]]) -> None:
     """Check the bounds and divisors of one number."""
     _check_bounds(at, _joined([_bounds_of(part) for part in parts]))
     # Divisors combine to their least common multiple.
-    divisor = math.lcm(*(divisor_of(part) for part in parts))
-    if divisor > LARGEST_DIVISOR:
-        raise FilterCompileError(
-            f"{at}: multipleOf {divisor} (without factors 2 and 5; of all that may hold for one number) is above the "
-            f"limit of {LARGEST_DIVISOR}; leave it out and check the number afterwards"
-        )
+    divisor = 1
+    for part in parts:
+        divisor = math.lcm(divisor, divisor_of(part))
+        if divisor > LARGEST_DIVISOR:
+            raise FilterCompileError(
+                f"{at}: multipleOf {divisor} (without factors 2 and 5; of all that may hold for one number) is above "
+                f"the limit of {LARGEST_DIVISOR}; leave it out and check the number afterwards"
+            )
 
 
 def allowed_escapes(schema: Any) -> str:
@@ -169,12 +177,12 @@ def _check_bounds(at: str, bounds: _Bounds) -> None:
     lower, upper = bounds
     lows, highs = sorted({low for low, _ in lower}), sorted({high for high, _ in upper})
     for low, out in lower:
-        if out and low >= 0 and low == int(low):
+        if out and low >= 0 and _is_whole(low):
             _check_next(at, "exclusiveMinimum", low, highs, low + 1)
     # The same check, mirrored at zero.
     mirrored = [-low for low in reversed(lows)]
     for high, out in upper:
-        if out and high <= 0 and high == int(high):
+        if out and high <= 0 and _is_whole(high):
             _check_next(at, "exclusiveMaximum", high, mirrored, 1 - high)
 
 
@@ -202,8 +210,13 @@ def _check_least_members(at: str, sub: dict[str, Any]) -> None:
 
 
 def divisor_of(sub: dict[str, Any]) -> int:
-    """Return the part of `multipleOf` that determines the number of states: its digits without factors 2 and 5."""
+    """Return the part of `multipleOf` that determines the number of states: its digits without factors 2 and 5.
+
+    For an integer that no float can hold, which `check_schema` rejects: a number above LARGEST_DIVISOR.
+    """
     value = sub.get("multipleOf", 1)
+    if not _is_float(value):
+        return LARGEST_DIVISOR + 1
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = abs(Fraction(str(value)).numerator)
@@ -211,6 +224,16 @@ def divisor_of(sub: dict[str, Any]) -> int:
         while number and number % factor == 0:
             number //= factor
     return number or 1
+
+
+def _is_float(value: Any) -> bool:
+    """Whether the value is not an integer beyond the range of floats. Such an integer may have thousands of digits."""
+    return not isinstance(value, int) or abs(value) <= sys.float_info.max
+
+
+def _is_whole(number: float) -> bool:
+    """Whether the number, an int or a float, is finite and has no fraction."""
+    return isinstance(number, int) or number.is_integer()
 
 
 def _needs_u(value: Any) -> bool:

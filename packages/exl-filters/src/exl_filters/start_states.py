@@ -82,5 +82,5 @@ class StartState:
         try:
             while self._again is not None and len(self._lexers) < self._wanted():
                 self._lexers.append((self._again(), weakref.WeakSet()))
-        except FilterError:  # out of memory, for example: those that exist serve
+        except (FilterError, MemoryError):  # the lexers that exist are enough
             self._again = None

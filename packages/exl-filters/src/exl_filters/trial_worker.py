@@ -125,8 +125,8 @@ def restrict(megabytes: int, seconds: float) -> None:
         (resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + seconds) + 2),
     ):
         _, hard = resource.getrlimit(what)
-        if hard == resource.RLIM_INFINITY or soft <= hard:
-            resource.setrlimit(what, (soft, hard))
+        most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+        resource.setrlimit(what, (min(soft, most), hard))
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:

@@ -21,16 +21,16 @@ __all__ = ["APP", "application", "check", "check_versions", "run", "start", "ver
 OLDEST, NEWEST = (2, 60), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
-LOOPBACK = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "FORWARDED_ALLOW_IPS": "",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "FORWARDED_ALLOW_IPS": ""}
 """Ray replaces a node's loopback address by one that other machines reach, except on systems where it supports one
 machine only. Its processes then listen on that address alone. Ray reads this when it is imported. Its HTTP proxy is
-uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine. Below `uv run` it would start its
-workers by uv too, in an environment that may lack Ray, and wait for them without end.
+uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine.
 """
+DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Variables of Ray that keep a value that is set. With the second, a driver below `uv run` sends its working folder to
+the cluster and starts workers by uv in it: in an environment that may lack Ray, for which it would wait without end.
+"""
+INSTALL = 'in a checkout, pip install "./packages/exl-serve[ray]" installs it'
 HEAD_ROOM = 64
 """Calls to a replica beyond its requests: messages about them."""
 
@@ -74,18 +74,25 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
     if environment.get("RAY_AUTH_MODE", "token") != "token":
         # Ray Serve's replicas listen on all addresses; the token protects them.
         raise ConfigError("a cluster without token authentication runs programs of others: unset RAY_AUTH_MODE")
-    try:
-        # Not by importing it: `run` sets variables first that Ray reads then.
-        installed = version("ray")
-    except PackageNotFoundError:
-        raise ConfigError(
-            'Ray is not installed: in a checkout, pip install "./packages/exl-serve[ray]" installs it'
-        ) from None
+    installed = _installed()
+    if not installed:
+        raise ConfigError(f"Ray is not installed: {INSTALL}")
     found = tuple(int(part) for part in installed.split(".")[:2])
     if not OLDEST <= found < NEWEST:
         raise ConfigError(
             f"ray {installed} is not supported: at least {OLDEST[0]}.{OLDEST[1]}, before {NEWEST[0]}.{NEWEST[1]}"
         )
+
+
+def _installed() -> str | None:
+    """Return Ray's version without importing Ray, because `run` sets variables first that the import reads.
+
+    None where Ray is not installed, or where its metadata is damaged.
+    """
+    try:
+        return version("ray")
+    except (PackageNotFoundError, TypeError):  # TypeError: Python 3.14, for metadata without its main file
+        return None
 
 
 def application(config: ServeConfig) -> Any:
@@ -162,7 +169,7 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     """Serve until SIGTERM or Ctrl-C, on the cluster at `address`, or on a new one on this machine.
 
     `replace`: replace the server that runs on the cluster, replica by replica, and return when that is done. Raises
-    ConfigError where the cluster serves already, and then leaves that server alone.
+    ConfigError where Ray cannot be imported, or the cluster serves already, and then leaves that server alone.
     """
     if address is None:
         os.environ.update(LOOPBACK)
@@ -170,9 +177,13 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     check(config, address)
     if replace and address is None:
         raise ConfigError("--replace needs --address: a new cluster serves nothing that could be replaced")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-    from ray import serve
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError(f"Ray or Ray Serve cannot be imported ({error}): {INSTALL}") from error
 
     if address is None:
         # Without an address Ray would join the cluster that RAY_ADDRESS names.
