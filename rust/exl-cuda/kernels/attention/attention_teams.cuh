@@ -21,23 +21,32 @@ struct Teams : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
 
 #if (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1000
 constexpr int MOST_TEAMS = 4;
-// In the build for racecheck (see pipeline.cuh) a barrier of the whole block is barrier 0, and "arrive" becomes "wait": a team then goes on
-// when the next one has come to join.
+// The build for racecheck (see pipeline.cuh) has barriers of the whole block alone, since the tool loses count of teams that synchronize
+// separately. All teams take as many of them in each round: three of a team, one before its next values, and one after each turn.
 #ifdef EXL_EACH_LANE_ARRIVES
-constexpr bool EACH_WAITS = true;
+constexpr bool WHOLE_BLOCKS = true;
 #else
-constexpr bool EACH_WAITS = false;
+constexpr bool WHOLE_BLOCKS = false;
 #endif
+constexpr int TEAM_BARRIERS = 4;
+// One instruction for all callers, as whole_block_barrier() of pipeline.cuh.
+__device__ __noinline__ void blocks_meet(int times) {
+#pragma unroll 1
+  for (int i = 0; i < times; i++) asm volatile("bar.sync 0;" ::: "memory");
+}
 // Waits until all warps of a team are here.
 DEVICE void team_meets(int team) {
-  if (EACH_WAITS && blockDim.x == 128) return __syncthreads();
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
+  if constexpr (WHOLE_BLOCKS) blocks_meet(1);
+  else asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
 }
 // Waits until the team before has joined its unit, and lets the next team join.
-DEVICE void wait_for_turn(int team) { asm volatile("bar.sync %0, 256;" ::"r"(1 + MOST_TEAMS + team) : "memory"); }
-DEVICE void pass_turn(int next) {
-  if constexpr (EACH_WAITS) wait_for_turn(next);
-  else asm volatile("bar.arrive %0, 256;" ::"r"(1 + MOST_TEAMS + next) : "memory");
+DEVICE void wait_for_turn(int team) {
+  if constexpr (WHOLE_BLOCKS) blocks_meet(team);
+  else asm volatile("bar.sync %0, 256;" ::"r"(1 + MOST_TEAMS + team) : "memory");
+}
+DEVICE void pass_turn(int team, int teams) {
+  if constexpr (WHOLE_BLOCKS) blocks_meet(teams - team);
+  else asm volatile("bar.arrive %0, 256;" ::"r"(1 + MOST_TEAMS + (team + 1 == teams ? 0 : team + 1)) : "memory");
 }
 
 // Waits for the oldest group of copies. A team has two groups a slot in flight.
@@ -99,9 +108,14 @@ DEVICE void attend_units(const Attention& a, const Job& job, const TeamShare& sh
   const int home = job.fresh >= 0 ? job.fresh / UNIT - share.begin : -1;
   uint2* weights = reinterpret_cast<uint2*>(shared + S::WEIGHTS_AT + team * S::TEAM_BYTES);
   float* maxima = reinterpret_cast<float*>(shared + S::WEIGHTS_AT + team * S::TEAM_BYTES + S::MAXIMA_OF_TEAM);
+  const int end = WHOLE_BLOCKS ? (share.units + teams - 1) / teams * teams : share.units;
   int slot = 0;
 #pragma unroll 1
-  for (int i = team; i < share.units; i += teams) {
+  for (int i = team; i < end; i += teams) {
+    if (WHOLE_BLOCKS && i >= share.units) {
+      blocks_meet(TEAM_BARRIERS + teams);
+      continue;
+    }
     const int key = (share.begin + i) * UNIT + 16 * team_warp() + (lane >> 2), next = i + resident;
     const SeenRows later = rows_of_unit(a, job, share, next);
     const bool brings = i == home && i >= resident && team_warp() == 0;
@@ -131,14 +145,14 @@ DEVICE void attend_units(const Attention& a, const Job& job, const TeamShare& sh
       bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(stage + S::KEY_BYTES, shared + S::OWN_AT + packed_bytes<S::KC, S::DIM>(), job.fresh % UNIT);
     team_meets(team);
     unit_values<S>(unit, stage + S::KEY_BYTES, weights);
-    if (next < share.units) {
+    if (WHOLE_BLOCKS || next < share.units) {
       team_meets(team);
-      fetch_values<S>(a, job, stage, later, share.begin + next);
+      if (next < share.units) fetch_values<S>(a, job, stage, later, share.begin + next);
     }
     copy_commit();
-    if (i > 0 && teams > 1) wait_for_turn(team);
+    if (WHOLE_BLOCKS || (i > 0 && teams > 1)) wait_for_turn(team);
     join_unit<S>(unit, rows, a.group, i);
-    if (i + 1 < share.units && teams > 1) pass_turn(team + 1 == teams ? 0 : team + 1);
+    if (WHOLE_BLOCKS || (i + 1 < share.units && teams > 1)) pass_turn(team, teams);
     slot ^= a.ring - 1;
   }
   copy_wait<0>();
