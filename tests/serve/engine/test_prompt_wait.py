@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from exl_serve.engine.load import load
 from exl_serve.errors import ServeError
 from exl_serve.super import logs, supervisor
 
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
 FOLDER = str(bundled.default_model_dir())
 SECONDS = 0.0625
 
@@ -79,13 +82,14 @@ def test_waits_that_are_none_are_rejected(bad: Any) -> None:
         parse({"model": [{"id": "m", "path": "x", "prompt_wait": bad}]})
 
 
-def test_the_option_of_the_command_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_guide_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[ServeConfig] = []
     monkeypatch.setattr(logs, "set_up", lambda *_: None)
     monkeypatch.setattr(supervisor.Supervisor, "__init__", lambda self, config, *_, **__: found.append(config))
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: 0)
-    assert CliRunner().invoke(app, ["-m", FOLDER, "--prompt-wait", "0.05"]).exit_code == 0
-    assert [model.prompt_wait for model in found[0].model] == [0.05]
+    (command,) = re.findall(r"^exl serve (-m DIR .*--prompt-wait.*)$", GUIDE, re.MULTILINE)
+    assert CliRunner().invoke(app, command.replace("DIR", FOLDER).split()).exit_code == 0
+    assert [(model.max_batch_size, model.prompt_wait) for model in found[0].model] == [(64, 0.05)]
     done = CliRunner().invoke(app, ["-m", FOLDER, "--prompt-wait", "-1"])
     assert done.exit_code == 1
     assert "model.prompt_wait is -1.0; allowed are 0 to 3600" in done.output
