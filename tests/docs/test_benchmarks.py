@@ -39,6 +39,7 @@ QUICK = (
     Case("soak_generate --requests 12", 1, ("computed_tokens",)),
     Case("bench_http --host --streams 2 --new 8 --rounds 1", 1, ("host_us", "decode_us")),
     Case("bench_worker --streams 2 --tokens 4 --rounds 1", 1, ("bytes_per_token",)),
+    Case("bench_prompt_wait --streams 6 --wait-ms 0 20 --requests 2", 2, ("tok_s", "prompt_wait_ms")),
     Case(f"{BARS} wire queue", 4, ("figure", "figure"), bars=4),
 )
 LONG = (
