@@ -1,11 +1,14 @@
 """HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
 
-    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64 32] [--requests 512] [--new 128]
-        [--workers 1 2] [--load 0.5 0.95] [--profile]
+    python benchmarks/bench_http.py [--shape 8b [--no-strict] | --paced [--prompt-cost]] [--streams 64 32]
+        [--requests 512] [--new 128] [--workers 1 2] [--load 0.5 0.95] [--prompt-wait-ms 50] [--profile]
     python benchmarks/bench_http.py --host [--streams 64] [--new 128] [--rounds 3]
 
-Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
-those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
+Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose decode steps last as long
+as those of an 8B model on an H200, on any machine. Its prompts take no time, or with --prompt-cost as long as there
+without strict mode. The GPU is in strict mode, so that tokens are the same however prompts share passes; with
+--no-strict they may differ, which is then no failure. With --prompt-wait-ms new prompts wait so long for others
+(`prompt_wait_seconds` of the generator). Processes as in `exl serve`: the engine here, API workers and the load
 generator in processes of their own. The tokens of both ways are compared. One JSON line for each number of workers:
 
     ratio_*          tokens a second through HTTP over those of the engine alone: a closed loop, `--streams` at a time
@@ -15,6 +18,7 @@ generator in processes of their own. The tokens of both ways are compared. One J
     load             for each `--load`, requests that arrive by a Poisson process at that share of the engine's own
                      requests a second: time to the first token both ways. A request waits for the end of the running
                      step both ways
+    prompt_wait_ms   as given, left out if 0; `strict`: false with --no-strict, else left out
     added            milliseconds that HTTP adds: to the first token at the first `--load`; between events of the closed
                      loop, beside the engine process's own stamps
 
@@ -44,7 +48,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from host_cost import host_cost, timed
-from http_engine import Floor, HostSteps, host_in, received, run_beside
+from http_engine import Floor, HostSteps, PassTimes, host_in, received, run_beside
 from http_load import arrivals, delays, digest, load, percentile, work
 from http_worker import worker
 
@@ -174,16 +178,24 @@ class Steps:
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
-def scripted(folder: str, streams: int) -> tuple[ExLlamaV2DynamicGenerator, Floor | None]:
+def scripted(
+    folder: str, streams: int, prompt_wait: float, prompt_cost: bool
+) -> tuple[ExLlamaV2DynamicGenerator, Floor | None]:
     from exl_serve.config.model import ModelConfig
     from exl_serve.engine.load import load as load_engine
 
-    config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="paced", device="cpu")
+    config = ModelConfig(
+        id="bench", path=folder, max_batch_size=streams, engine="paced", device="cpu", prompt_wait=prompt_wait
+    )
     loaded = load_engine(config)
+    if prompt_cost and loaded.floor is not None:
+        return loaded.generator, PassTimes(loaded.generator.model, loaded.floor)
     return loaded.generator, loaded.floor
 
 
-def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[ExLlamaV2DynamicGenerator, None]:
+def random_weights(
+    shape: str, streams: int, new: int, longest: int, prompt_wait: float
+) -> tuple[ExLlamaV2DynamicGenerator, None]:
     from gpu_model import build
 
     from exl_core import ExLlamaV2Cache, ExLlamaV2Tokenizer
@@ -192,15 +204,28 @@ def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[Ex
     model = build(shape, "4.0", 32768)
     pages = -(-(longest + new * 3 // 2) // 256)
     cache = ExLlamaV2Cache(model, max_seq_len=streams * pages * 256)
-    generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=streams)
+    tokenizer = ExLlamaV2Tokenizer(model.config)
+    generator = ExLlamaV2DynamicGenerator(
+        model, cache, tokenizer, max_batch_size=streams, prompt_wait_seconds=prompt_wait
+    )
     generator.warmup()
     return generator, None
+
+
+def engine(args: argparse.Namespace, folder: str, streams: int) -> tuple[ExLlamaV2DynamicGenerator, Floor | None]:
+    wait = args.prompt_wait_ms / 1e3
+    if args.paced:
+        return scripted(folder, streams, wait, args.prompt_cost)
+    return random_weights(args.shape, streams, args.new, args.prompt, wait)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--paced", action="store_true", help="a scripted model in place of weights")
+    parser.add_argument("--prompt-cost", action="store_true", help="with --paced, passes over prompts take time, too")
+    parser.add_argument("--strict", action=argparse.BooleanOptionalAction, default=True, help="strict mode on a GPU")
+    parser.add_argument("--prompt-wait-ms", type=float, default=0.0, help="most that a new prompt waits for others")
     parser.add_argument("--host", action="store_true", help="the engine process's thread alone, on a scripted model")
     parser.add_argument("--streams", type=int, nargs="+", default=[64], help="the later ones run once, without --load")
     parser.add_argument("--requests", type=int, default=512, help="of the closed loop; half as many with --load")
@@ -223,12 +248,12 @@ def main() -> None:
             line = {"bench": "engine host", "streams": streams, **host_cost(folder, streams, args.new)}
             print(json.dumps(line), flush=True)
         return
-    if not args.paced:
+    if not args.paced and args.strict:
         from exl_kernels.device import set_row_invariant
 
         set_row_invariant(True)  # prompts that are cut otherwise give the same tokens
     most = max(args.streams)
-    generator, floor = scripted(folder, most) if args.paced else random_weights(args.shape, most, args.new, args.prompt)
+    generator, floor = engine(args, folder, most)
     vocab = min(generator.model.config.vocab_size, 3000)
     requests = work(args.requests, vocab, args.new, args.prompt)
     alone(generator, requests[:most], most, floor)  # warm
@@ -343,6 +368,7 @@ def report(both: Both, workers: int, args: Any) -> bool:
         "new_tokens": args.new,
         "workers": workers,
         "cpus": os.cpu_count(),
+        **mode(args),
         "tok_s": statistics.median(one["tok_s"] for one in through),
         "alone_tok_s": statistics.median(one["tok_s"] for one in alone),
         "ratio_median": statistics.median(ratios),
@@ -368,7 +394,20 @@ def report(both: Both, workers: int, args: Any) -> bool:
     verdicts = bars(line, args.paced)
     for name, figure, bar, met in verdicts:
         print(f"{workers} workers, {name}: {figure} ({bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
-    return bool(line["same_tokens"]) and all(met for *_, met in verdicts)
+    same = bool(line["same_tokens"]) or not (args.paced or args.strict)
+    return same and all(met for *_, met in verdicts)
+
+
+def mode(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys of a line that tell its run from one without options."""
+    found: dict[str, Any] = {}
+    if args.prompt_wait_ms:
+        found["prompt_wait_ms"] = args.prompt_wait_ms
+    if args.paced and args.prompt_cost:
+        found["prompt_cost"] = True
+    if not (args.paced or args.strict):
+        found["strict"] = False
+    return found
 
 
 def first_tokens(found: dict[str, Any]) -> dict[str, float]:

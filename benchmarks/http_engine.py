@@ -13,15 +13,53 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from exl_generate import ExLlamaV2DynamicGenerator, StepColumns
+    from exl_generate.testing import ScriptedModel
     from exl_serve.config.model import Limits
     from exl_serve.engine.host import Host
 
-__all__ = ["Floor", "HostSteps", "host_in", "received", "run_beside"]
+__all__ = ["Floor", "HostSteps", "PassTimes", "host_in", "received", "run_beside"]
 
 Floor = Callable[[int], float]
 """Least seconds of a step, by its number of jobs."""
+PASS_TOKENS = (0, 64, 65, 96, 128, 129, 160, 192, 256, 257, 512, 2048)
+PASS_SECONDS = (0.0027, 0.0039, 0.005, 0.0055, 0.0066, 0.009, 0.0095, 0.0102, 0.0126, 0.0137, 0.0186, 0.0542)
+"""Seconds of a pass over so many prompt tokens: an 8B model on an H200, not in strict mode (docs/design/prompts.md)."""
+INVARIANT_TOKENS = 256
+"""Most tokens of a pass there on packed weights: shorter prompts share no pass with longer ones."""
+
+
+class PassTimes:
+    """A `Floor` of steps on a scripted model: the seconds of decoding the rows of a step, and of its prompt passes.
+
+    Args:
+        model: its `forward_chunk` and `invariant_tokens` are replaced.
+        decoding: seconds of a step by its number of rows.
+    """
+
+    def __init__(self, model: ScriptedModel, decoding: Floor) -> None:
+        self._compute, self._decoding = model.forward_chunk, decoding
+        self._rows, self._seconds = 0, 0.0
+        model.forward_chunk = self._pass  # type: ignore[method-assign]
+        model.invariant_tokens = lambda loras=(): INVARIANT_TOKENS  # type: ignore[method-assign]
+
+    def _pass(self, input_ids: Tensor, *given: Any, **named: Any) -> Any:
+        if named.get("preprocess_only"):
+            self._seconds += float(np.interp(input_ids.numel(), PASS_TOKENS, PASS_SECONDS))
+        else:
+            self._rows += len(input_ids)
+        return self._compute(input_ids, *given, **named)
+
+    def __call__(self, jobs: int) -> float:
+        """Return the least seconds of the step that has been computed."""
+        found = self._seconds + (self._decoding(self._rows) if self._rows else 0.0)
+        self._rows, self._seconds = 0, 0.0
+        return found
 
 
 class HostSteps:

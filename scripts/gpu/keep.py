@@ -16,7 +16,7 @@ from tables import KINDS, RESULTS, Line, known, short
 
 CASE = (
     *("bench", "gpu", "model_shape", "bpw", "cache", "ctx", "bs", "past", "tokens", "strict", "family", "layers"),
-    *("batch", "prompt", "feature", "engine", "streams", "workers", "topology"),
+    *("batch", "prompt", "feature", "engine", "streams", "workers", "prompt_wait_ms", "topology"),
     *("shape", "bits", "m", "slots_window"),
 )
 """The keys that tell cases apart; lines that agree in them measure the same thing."""

@@ -377,9 +377,16 @@ def features(lines: list[Line]) -> list[str]:
     return table("Features", head, rows, found.values())
 
 
+def _engine(line: Line) -> str:
+    """The model of a line, and how its engine differs from the usual one."""
+    wait = f", prompts wait {line['prompt_wait_ms']:g} ms" if line.get("prompt_wait_ms") else ""
+    mode = "" if line.get("strict", True) else ", not strict"
+    return f"{line['engine']}{mode}{wait}"
+
+
 def http(lines: list[Line]) -> list[str]:
     """The same requests through the HTTP server and through the engine alone."""
-    found = {(d["gpu"], d["engine"], d["streams"], d["workers"]): d for d in lines}
+    found = {(d["gpu"], _engine(d), d["streams"], d["workers"]): d for d in lines}
     return table(
         "HTTP server",
         "| card, model, streams, requests, tokens a request | tok/s | engine alone | ratio | first token, ms, p50 |",

@@ -33,11 +33,13 @@ HTTP = "bench_http --paced --streams 2 --requests 4 --new 4 --prompt 80 --rounds
 BARS = "bench_bars --share 0.02 --seconds 2"
 QUICK = (
     Case(HTTP, 1, ("tok_s", "host_ms_p50"), bars=6),
+    Case(f"{HTTP} --load --prompt-cost --prompt-wait-ms 20", 1, ("tok_s", "prompt_wait_ms"), bars=4),
     Case("bench_long_prompt --paced --streams 2 --tokens 2500 --quiet 0.1", 1, ("first_token_s", "prefill_tok_s"), 1),
     Case("bench_draft --new 4 --rounds 1", 5, ("tokens_per_s", "tokens_per_s")),
     Case("soak_generate --requests 12", 1, ("computed_tokens",)),
     Case("bench_http --host --streams 2 --new 8 --rounds 1", 1, ("host_us", "decode_us")),
     Case("bench_worker --streams 2 --tokens 4 --rounds 1", 1, ("bytes_per_token",)),
+    Case("bench_prompt_wait --streams 6 --wait-ms 0 20 --requests 2", 2, ("tok_s", "prompt_wait_ms")),
     Case(f"{BARS} wire queue", 4, ("figure", "figure"), bars=4),
 )
 LONG = (

@@ -64,7 +64,16 @@ def test_the_command_that_begins_it_all() -> None:
     assert blocks("bash")[0].strip() == "uv run exl serve -m DIR"
     done = run(["-m", "exl_serve", "--help"])
     assert done.returncode == 0, done.stderr
-    for option in ("--model", "--host", "--port", "--key-file", "--no-auth", "--workers", "--trusted-proxy"):
+    for option in (
+        "--model",
+        "--host",
+        "--port",
+        "--key-file",
+        "--no-auth",
+        "--workers",
+        "--trusted-proxy",
+        "--prompt-wait",
+    ):
         assert option in done.stdout
 
 

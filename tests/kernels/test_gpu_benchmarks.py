@@ -215,8 +215,10 @@ def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) ->
     large = {**two, "model_shape": "70b", "tok_s": 145.0, "share_of_one": 1.51}
     prompt = {**about, "topology": "split 2", "tokens": 2048, "tok_s": 36e3, "share_of_one": 1.0}
     short = {**prompt, "tokens": 512, "tok_s": 22e3}
-    text, _ = tables(write(tmp_path / "a.jsonl", served, one, large, two, prompt, short))
+    waiting = {**served, "prompt_wait_ms": 50.0, "strict": False, "tok_s": 6000.0}
+    text, _ = tables(write(tmp_path / "a.jsonl", served, waiting, one, large, two, prompt, short))
     assert "| H100, 8b, 64, 256, 128 | 4,414 | 4,481 | 0.98 | 53 |" in text
+    assert "| H100, 8b, not strict, prompts wait 50 ms, 64, 256, 128 | 6,000 | 4,481 | 0.98 | 53 |" in text
     assert "| card, Llama at 4.0 bpw | split 2: tok/s / of one card | tp 2: tok/s / of one card |" in text
     rows = (
         "8B, 1 sequence |  | 710 / 1.21",

@@ -155,6 +155,7 @@ class Shape:
     chunk: int | None = None
     batch: int = 8
     draft: str = "none"
+    wait: float = 0.0
 
     def generator(self, cache_tokens: int = CACHE) -> ExLlamaV2DynamicGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
@@ -173,6 +174,7 @@ class Shape:
             max_chunk_size=self.chunk,
             max_batch_size=self.batch,
             max_q_size=5,
+            prompt_wait_seconds=self.wait,
             **kw,
         )
 
@@ -184,6 +186,7 @@ shapes = st.sampled_from([2, 4, 8, 16, 32]).flatmap(
         chunk=st.sampled_from([page, page * 2, 64, None]),
         batch=st.integers(2, 8),
         draft=st.sampled_from(["none", "ngram", "shared", "model"]),
+        wait=st.sampled_from([0.0, 3600.0]),
     )
 )
 

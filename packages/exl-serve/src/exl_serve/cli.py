@@ -50,6 +50,9 @@ def serve(
         int | None, typer.Option(help="Longest context of a request. Default: the model's.", show_default=False)
     ] = None,
     max_batch: Annotated[int | None, typer.Option(help="Requests at once. Default: 16.", show_default=False)] = None,
+    prompt_wait: Annotated[
+        float | None, typer.Option(help="Seconds that new prompts may wait for others. Default: 0.", show_default=False)
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0, ...", show_default=False)] = None,
     draft: Annotated[
         str | None, typer.Option(help='Folder of a draft model, or "bundled".', show_default=False)
@@ -92,15 +95,15 @@ def serve(
         "cache_tokens": cache_tokens,
         "max_seq_len": max_seq_len,
         "max_batch_size": max_batch,
+        "prompt_wait": prompt_wait,
         "device": device,
         "draft": _draft(draft),
         "adapters": _adapters(lora or []) or None,
     }
-    given = {name: value for name, value in given.items() if value is not None}
     with _told():
         options |= _models_and_settings(model, config, given, set_ or [])
-        made = _load_checked(config, options)
-        raise typer.Exit(_run(made, None if config is None else lambda: _load(config, options)))
+        reload = None if config is None else lambda: _load(config, options)
+        raise typer.Exit(_run(_load_checked(config, options), reload))
 
 
 @app.command()
@@ -204,9 +207,13 @@ def new(
 def _models_and_settings(
     model: list[Path] | None, config: Path | None, given: dict[str, Any], settings: list[str]
 ) -> dict[str, Any]:
-    """Return the options for models, and those of `--set`. Raises ConfigError."""
+    """Return the options for models, and those of `--set`. Values of `given` that are None were not given.
+
+    Raises ConfigError.
+    """
     from exl_serve.config.load import ConfigError
 
+    given = {name: value for name, value in given.items() if value is not None}
     options: dict[str, Any] = {}
     if model or config is None:
         options["model"] = _models(model or [_bundled()], given)

@@ -175,6 +175,7 @@ class Engine:
         runner: Runs the model over the cache.
         drafter: Drafts tokens.
         pace: Limits the prompt tokens of a step.
+        prompt_wait: Longest time, in seconds, that a new prompt waits for others while jobs decode.
         deliver: Receives all events: those of a job together, jobs in the order they started.
         pool: Returns the executor in which filters run while the model runs.
     """
@@ -185,6 +186,7 @@ class Engine:
         runner: Runner,
         drafter: Drafter,
         pace: PromptPace,
+        prompt_wait: float,
         deliver: Callable[[Events], None],
         pool: Callable[[], Executor] | None = None,
     ) -> None:
@@ -192,7 +194,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._prompts = Prompts(scheduler, runner, drafter, pace, deliver, self.counters)
+        self._prompts = Prompts(scheduler, runner, drafter, pace, prompt_wait, deliver, self.counters)
         self._deliver = deliver
         self._pool = pool
         self._pace = pace
@@ -231,8 +233,7 @@ class Engine:
                 self._deliver(job.start())
             active = self._scheduler.active
             waiting = [job for job in active if not (job.is_finished or job.pages.prefilled)]
-            self._alone = not waiting
-            self._prompts.step(waiting)
+            self._alone = not self._prompts.step(waiting)
             self._decode(self._job_steps(waiting, prelaunched=current is not None), current)
         finally:
             self._scheduler.retire()

@@ -24,6 +24,7 @@ from exl_generate.dynamic.limits import (
     check_pace,
     check_part,
     check_tokens,
+    check_wait,
 )
 from exl_generate.dynamic.outbox import Outbox
 from exl_generate.dynamic.page_views import PageViews
@@ -97,6 +98,10 @@ class ExLlamaV2DynamicGenerator(PageViews):
             `max_chunk_size` tokens. Not while hooks of the caller read hidden states: they see how a prompt is cut.
             None means `max_chunk_size` tokens always; a model in lockstep (`load_tp` with a process for each device)
             takes nothing else.
+        prompt_wait_seconds: while jobs decode, a new prompt waits up to so long for others, so that one pass computes
+            them together. It goes earlier with a full pass, or when waiting gains nothing. First tokens come later by
+            at most this time, and running jobs stall less often. 0 lets no prompt wait; a model in lockstep takes
+            nothing else.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -128,6 +133,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         page_size: int = PAGED_PAGE_SIZE,
         shared_ngram_tokens: int = 0,
         target_step_seconds: float | None = None,
+        prompt_wait_seconds: float = 0.0,
     ) -> None:
         check_part("tokenizer", tokenizer, TokenizerOf)
         count_of("max_sampling_threads", max_sampling_threads)
@@ -155,6 +161,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         )
         check_history(shared_ngram_tokens, use_ngram_draft)
         check_pace(model, target_step_seconds)
+        check_wait(model, prompt_wait_seconds)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.
         self.model, self.cache, self.tokenizer = cast("OwnModel", model), cache, cast("OwnTokenizer", tokenizer)
         self.draft_model, self.draft_cache = cast("OwnModel | None", draft_model), draft_cache
@@ -176,7 +183,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._outbox = Outbox()
         runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
         pace = PromptPace(target_step_seconds, limits.max_chunk_size, limits.page_size)
-        self._engine = Engine(self._scheduler, runner, drafter, pace, self._outbox.deliver, pool)
+        deliver = self._outbox.deliver
+        self._engine = Engine(self._scheduler, runner, drafter, pace, prompt_wait_seconds, deliver, pool)
         self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Model, Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Limits", "check_drafting", "check_history", "check_pace", "check_part", "check_tokens"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_pace", "check_part", "check_tokens", "check_wait"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -116,6 +116,24 @@ def check_pace(model: Model, target_step_seconds: object) -> None:
         raise RequestError(
             f"target_step_seconds is {target_step_seconds!r}, but other processes run the same passes of this model, "
             "and their clocks differ; pass None, and a smaller max_chunk_size for shorter steps"
+        )
+
+
+def check_wait(model: Model, prompt_wait_seconds: object) -> None:
+    """Raise `RequestError` unless the longest wait is a finite number of at least 0 that the model can keep."""
+    if (
+        isinstance(prompt_wait_seconds, bool)
+        or not isinstance(prompt_wait_seconds, int | float)
+        or not 0 <= prompt_wait_seconds < math.inf
+    ):
+        raise RequestError(
+            f"prompt_wait_seconds is {prompt_wait_seconds!r}; it must be a finite number of seconds, at least 0: "
+            "0 lets no prompt wait"
+        )
+    if prompt_wait_seconds and model.in_lockstep:
+        raise RequestError(
+            f"prompt_wait_seconds is {prompt_wait_seconds!r}, but other processes run the same passes of this model, "
+            "and their clocks differ; pass 0"
         )
 
 

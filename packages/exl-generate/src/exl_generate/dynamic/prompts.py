@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.prompt_pace import PromptPace
+from exl_generate.dynamic.prompt_wait import PromptWait
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
@@ -34,7 +35,8 @@ WORTH_WAITING = 16
 class Prompts:
     """Compute prompt tokens for jobs in the order they started.
 
-    A step computes at most so many tokens in all as `pace` allows. This bounds the time that running streams wait.
+    A step computes at most so many tokens in all as `pace` allows. This bounds the time that running streams wait. New
+    prompts may wait up to `wait_seconds` for others (`PromptWait`).
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Prompts:
         runner: Runner,
         drafter: Drafter,
         pace: PromptPace,
+        wait_seconds: float,
         deliver: Callable[[Events], None],
         counters: Counters,
     ) -> None:
@@ -54,18 +57,23 @@ class Prompts:
         self.counters = counters
         #: ids in common from which on a prompt waits for another
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
+        self._wait = PromptWait(wait_seconds, runner, self.worth)
 
-    def step(self, waiting: list[ExLlamaV2DynamicJob]) -> None:
+    def step(self, waiting: list[ExLlamaV2DynamicJob]) -> bool:
         """Compute one step's tokens for the jobs in `waiting`, at most one chunk of each sequence.
 
-        After an interrupt the computed part is kept and the next step computes the rest.
+        Returns False if the step computes no prompts, since there are none or all of them wait for others. After an
+        interrupt the computed part is kept and the next step computes the rest.
         """
-        if not waiting and not self._pace.limited:
-            return  # a limit is learned from steps without prompts, too
+        if not waiting:
+            self._wait.forget()
+            if not self._pace.limited:
+                return False  # a limit is learned from steps without prompts, too
         step = _PrefillStep(self)
         budget = left = self._most()
         try:
-            for job in waiting:
+            ready = self._wait.ready(waiting, budget, self._decoding() if self._wait.holds else 0)
+            for job in ready:
                 if job.is_finished:  # meanwhile: a pass of this step may have failed
                     continue
                 left -= step.take(job, left)
@@ -75,13 +83,18 @@ class Prompts:
         finally:
             self._pace.spent(budget - left)
             self._deliver(step.events())
+        return bool(ready)
 
     def _most(self) -> int:
         """Return the most tokens of this step."""
-        active = self._scheduler.active if self._pace.limited else ()
-        decodes = any(job.pages.prefilled and not job.paused and not job.is_finished for job in active)
         # A hook may see how a prompt is cut: that must not depend on a clock.
-        return self._pace.begin(decodes and not self._runner.hooked)
+        return self._pace.begin(self._pace.limited and self._decoding() > 0 and not self._runner.hooked)
+
+    def _decoding(self) -> int:
+        """Return the number of sequences whose jobs decode in this step."""
+        active = self._scheduler.active
+        decoding = (job for job in active if job.pages.prefilled and not job.paused and not job.is_finished)
+        return sum(len(job.sequences) for job in decoding)
 
 
 class _PrefillStep:

@@ -52,16 +52,16 @@ def make(script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> Ex
 AsAsked = FixedDraftLength
 
 
-def speculate(how: str, script: Script | None = None) -> ExLlamaV2DynamicGenerator:
+def speculate(how: str, script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> ExLlamaV2DynamicGenerator:
     """Return a generator that drafts in every step: `how` is "ngram", or "model" for a draft model with the same
     script.
     """
     config = ScriptedConfig(vocab_size=VOCAB, max_seq_len=256)
     model, draft = ScriptedModel(config, script), ScriptedModel(config, script)
-    cache, draft_cache = ScriptedCache(model, max_seq_len=512), ScriptedCache(draft, max_seq_len=512)
-    kw: dict[str, Any] = {"use_ngram_draft": True} if how == "ngram" else {}
+    cache = ScriptedCache(model, max_seq_len=cache_tokens)
+    kw |= {"use_ngram_draft": True} if how == "ngram" else {}
     if how == "model":
-        kw = {"draft_model": draft, "draft_cache": draft_cache}
+        kw |= {"draft_model": draft, "draft_cache": ScriptedCache(draft, max_seq_len=cache_tokens)}
     generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)
     generator.drafter.length = AsAsked(generator.num_draft_tokens)
     return generator

@@ -32,6 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.max_batch_size": (1, 4096),
     "model.max_chunk_size": (1, 1 << 24),
     "model.target_itl": (0, 3600),
+    "model.prompt_wait": (0, 3600),
     "model.keep_alive": (0, 1e9),
     "qos.target_ttft": (0.01, 3600),
     "qos.ageing": (0.1, 86400),

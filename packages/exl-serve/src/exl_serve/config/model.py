@@ -152,6 +152,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: seconds that streams may wait for a token while prompts are computed: a step computes fewer prompt tokens where
     #: earlier steps took longer, in parts of 256, 128 or 64; 0: always `max_chunk_size`
     target_itl: float = 0.0
+    #: seconds that a new prompt may wait for others while streams run, so that one pass computes several prompts: more
+    #: tokens a second under load, and first tokens later by at most this time; 0: no prompt waits
+    prompt_wait: float = 0.0
     #: folder of a draft model, which needs the same tokenizer
     draft: str | None = None
     #: draft from the text so far, without a model; not together with `draft`

@@ -95,6 +95,7 @@ def _loaded(
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
         target_step_seconds=_target_seconds(config, model),
+        prompt_wait_seconds=_wait_seconds(config, model),
         **extra,
     )
     generator.warmup()
@@ -158,6 +159,7 @@ def _scripted(config: ModelConfig, described: Any) -> Any:
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
         target_step_seconds=_target_seconds(config, model),
+        prompt_wait_seconds=_wait_seconds(config, model),
     )
 
 
@@ -169,6 +171,16 @@ def _target_seconds(config: ModelConfig, model: Any) -> float | None:
             "target_itl",
         )
     return config.target_itl or None
+
+
+def _wait_seconds(config: ModelConfig, model: Any) -> float:
+    if config.prompt_wait and model.in_lockstep:
+        raise ServeError.invalid(
+            f"prompt_wait is {config.prompt_wait}, but {config.id} runs in several processes, whose clocks differ; "
+            "set it to 0",
+            "prompt_wait",
+        )
+    return config.prompt_wait
 
 
 def _pace(jobs: int) -> float:
