@@ -6,6 +6,8 @@ import asyncio
 import gc
 import logging
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -252,3 +254,40 @@ def test_unload_while_streams_run_and_reload(how: str, monkeypatch: pytest.Monke
         assert len(texts) == 1
 
     play(main)
+
+
+ENDS_EARLY = """
+import atexit, threading
+
+# Handlers run in the reverse order, so this one sees what the packages' own leave.
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t is not threading.main_thread()]))
+
+import asyncio
+
+from exl_generate.bundled import default_model_dir
+from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exllamav2.generator import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
+
+config = ExLlamaV2Config(str(default_model_dir()))
+model, tokenizer = ExLlamaV2(config), ExLlamaV2Tokenizer(config)
+cache = ExLlamaV2Cache(model, lazy=True)
+model.load_autosplit(cache)
+
+
+async def main():
+    generator = ExLlamaV2DynamicGeneratorAsync(model=model, cache=cache, tokenizer=tokenizer)
+    ids = tokenizer.encode("Once upon a time,", add_bos=True)
+    job = ExLlamaV2DynamicJobAsync(generator, input_ids=ids, max_new_tokens=900)
+    async for result in job:
+        if result["stage"] == "streaming":
+            return job
+
+
+kept = asyncio.run(main())
+"""
+
+
+def test_a_program_may_end_while_streams_run() -> None:
+    """The thread of the generator ends before the interpreter, which would end it inside native code and abort."""
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
@@ -160,6 +161,21 @@ def test_meaningless_settings_are_refused(field: str, value: Any) -> None:
     setattr(settings, field, value)
     with pytest.raises(RequestError, match=field):
         ExLlamaV2DynamicJob(ids("a"), 4, gen_settings=settings)
+
+
+def test_an_attribute_that_is_no_setting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings()
+    settings.filters = ["a JSON schema"]  # a field of older versions of exllamav2
+    settings.temperatur = 0.5  # a typing error
+    settings.filter_prefer_eos = False  # changes nothing
+    with caplog.at_level(logging.WARNING, logger="exllamav2"):
+        for _ in range(2):
+            ExLlamaV2DynamicJob(ids("a"), 4, gen_settings=settings)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "Settings.filters is no setting" in messages[0]
+    assert "belong to the job" in messages[0]
+    assert "did you mean temperature?" in messages[1]
 
 
 def test_native_settings_stay_strict() -> None:

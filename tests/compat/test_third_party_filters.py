@@ -16,7 +16,7 @@ from exllamav2.generator import (
     ExLlamaV2Sampler,
     ExLlamaV2StreamingGenerator,
 )
-from exllamav2.generator.filters import ExLlamaV2PrefixFilter
+from exllamav2.generator.filters import ExLlamaV2Filter, ExLlamaV2PrefixFilter
 
 GREEDY = ExLlamaV2Sampler.Settings.greedy()
 PROMPT = "The girl as JSON: "
@@ -117,3 +117,31 @@ def test_prefer_eos_ends_lm_format_enforcer_after_the_object(loaded: Any) -> Non
     assert last["eos_reason"] == "stop_token"
     assert set(json.loads(text)) == {"age"}
     assert text == text.rstrip()
+
+
+class Recorder(ExLlamaV2Filter):
+    """Allows everything, and keeps the ids and the text of its tokens by means of torch and the tokenizer."""
+
+    def begin(self, prefix_str: str) -> None:
+        self.ids = torch.empty((1, 0), dtype=torch.long)
+        self.text = ""
+
+    def feed(self, token: torch.Tensor) -> None:
+        self.ids = torch.cat([self.ids, token.cpu()], dim=-1)
+        self.text += self.tokenizer.decode(token)[0]
+
+    def next(self) -> tuple[None, set[int]]:
+        return None, set()
+
+    def clone(self, c: Any = None) -> Any:
+        return self
+
+
+def test_a_filter_is_fed_tensors_as_in_exllamav2(loaded: Any) -> None:
+    model, tokenizer = loaded
+    generator = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer)
+    recorder = Recorder(model, tokenizer)
+    text = generator.generate(PROMPT, 6, gen_settings=GREEDY, filters=[recorder], completion_only=True, add_bos=True)
+    assert recorder.text == text
+    assert recorder.ids.shape == (1, 6)
+    assert tokenizer.decode(recorder.ids) == [text]

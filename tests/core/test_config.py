@@ -190,6 +190,14 @@ def test_set_low_mem() -> None:
     assert (config.max_input_len, config.max_attention_size, config.max_output_len) == (1024, 1024**2, 1024)
 
 
+@pytest.mark.parametrize("name", ["scale_pos_emb", "scale_alpha_value", "rotary_embedding_base", "max_output_len"])
+def test_text_in_place_of_a_number_is_rejected(lab: Any, tmp_path: Path, name: str) -> None:
+    config = config_only(tmp_path, lab.config)
+    setattr(config, name, "2")
+    with pytest.raises(errors.ConfigTypeError, match=f"{name} is '2', must be"):
+        ExLlamaV2(config)
+
+
 def test_environment_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLLAMA_NO_FLASH_ATTN", "")
     monkeypatch.setenv("EXL_CPU_MATMUL", "exact")

@@ -119,6 +119,22 @@ def test_masked_keys_are_not_seen(model: ExLlamaV2, ids: torch.Tensor) -> None:
     assert torch.isfinite(a).all()
 
 
+@pytest.mark.covers("core: padding")
+def test_the_mask_of_a_prompt_serves_for_the_tokens_after_it(model: ExLlamaV2, ids: torch.Tensor) -> None:
+    """Keys behind the mask's last column are attended to, in decode steps and in chunks."""
+    mask = torch.zeros(2, 20)
+    mask[0, :4] = float("-inf")
+    offsets = torch.tensor([[-4], [0]], dtype=torch.int32)
+    whole = torch.cat([mask, torch.zeros(2, 10)], dim=1)
+    want = model.forward(ids, cache_for(model), input_mask=whole, position_offsets=offsets)
+    cache = cache_for(model)
+    found = [
+        model.forward(ids[:, begin:end], cache, input_mask=mask, position_offsets=offsets)
+        for begin, end in ((0, 20), (20, 21), (21, 22), (22, 30))
+    ]
+    assert torch.equal(torch.cat(found, dim=1), want)
+
+
 def test_position_offsets_shift_the_rotation(lab: Any, ids: torch.Tensor) -> None:
     """Attention sees only differences of positions: shifting a whole row changes rounding and nothing else."""
     model = lab.load(lab.write())

@@ -1,5 +1,7 @@
 """The base class: defaults, background evaluation without the reference's defects, default clones."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from exl_filters import ExLlamaV2Filter, FilterBusy, FilterUsageError, StateFilter
-from exl_filters.tokens import FedToken, as_prefix, as_token
+from exl_filters.tokens import FedToken, as_prefix, as_token, fed_token
 
 
 class Counting(ExLlamaV2Filter):
@@ -192,3 +194,15 @@ def test_tokens_and_prefixes_are_checked():
     for bad in (["a", "b"], 3):  # type: ignore[assignment]
         with pytest.raises(FilterUsageError):
             as_prefix(bad)
+
+
+def test_foreign_filters_are_fed_tensors_that_are_found_among_ints():
+    torch = pytest.importorskip("torch")
+    tensor = fed_token(7)
+    assert isinstance(tensor, torch.Tensor)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, (1, 1))
+    for same in (tensor, tensor.clone(), copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor))):
+        assert same in {6, 7}
+        assert {7: "seven"}[same] == "seven"
+        assert int(same) == as_token(same) == same.item() == [*range(9)][same] == 7
+    assert torch.cat([tensor, tensor], dim=-1).tolist() == [[7, 7]]

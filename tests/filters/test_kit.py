@@ -71,6 +71,18 @@ def test_the_zoo_is_large_and_of_every_law():
     assert all(m.fault for m in ZOO)
 
 
+class TakesInts(Plain):
+    """Converts what it is fed by `int()`, which ints and tensors of one element allow."""
+
+    def feed(self, token):
+        super().feed(int(token))
+
+
+def test_a_filter_that_converts_tokens_by_int_obeys_the_law_of_tokens():
+    report = check_filter(lambda vocab: TakesInts(None, vocab), language=OPTIONS, laws=["LAW-09"], profile="quick")
+    assert report.ok, report
+
+
 class FillsACache(Plain):
     """Keeps something of every generation until 100 have been seen; a bounded cache, not a leak."""
 

@@ -75,7 +75,8 @@ class ExLlamaV2(SteppingModel):
         Args:
             input_ids: int64 [batch, q_len].
             cache: keys and values so far, or None.
-            input_mask: additive [batch, past + q_len]; 0 attends to a key, -inf ignores it.
+            input_mask: additive [batch, past + q_len]; 0 attends to a key, -inf ignores it. With tokens in the cache it
+                may be narrower, such as the mask of the prompt: later keys are attended to.
             preprocess_only: store keys and values without computing logits.
             last_id_only: compute the logits of the last position only.
             loras: adapters to add, in this order.

@@ -19,7 +19,7 @@ from exl_filters.bits import Words
 from exl_filters.copying import copy_state
 from exl_filters.errors import FilterError, FilterFailed, FilterRejected, FilterUsageError
 from exl_filters.foreign_answers import token_ids
-from exl_filters.tokens import FedToken, as_prefix, as_token
+from exl_filters.tokens import as_prefix, as_token, fed_token
 
 __all__ = ["ForeignFilter", "as_filter"]
 
@@ -38,8 +38,8 @@ def as_filter(obj: Any) -> ExLlamaV2Filter:
 class ForeignFilter(ExLlamaV2Filter):
     """Drive one object that implements only begin, feed and next, and supply the rest of the contract.
 
-    The wrapper feeds ints that also answer like the (1, 1) tensor that exllamav2 passes. It raises `FilterRejected`
-    before the object receives a token that it does not allow. It calls `next` between any two feeds. It returns sorted
+    The wrapper feeds tensors of shape (1, 1), as exllamav2 does (`fed_token`). It raises `FilterRejected` before the
+    object receives a token that it does not allow. It calls `next` between any two feeds. It returns sorted
     unique ids inside the vocabulary. It applies the host's stop ids and token healing. It raises the object's
     exceptions as `FilterFailed`.
 
@@ -108,7 +108,7 @@ class ForeignFilter(ExLlamaV2Filter):
         for part in self._healed(token):
             if self._answer is None:
                 self._ask_inner()
-            self._call(self.inner.feed, FedToken(part))
+            self._call(self.inner.feed, fed_token(part))
             self._answer = None
         if self._prefix:
             # A token that is a proper prefix of it leaves the rest to be written again.

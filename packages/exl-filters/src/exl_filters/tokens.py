@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import operator
+import sys
+from functools import cache
 from typing import Any
 
 from exl_filters.errors import FilterCompileError, FilterUsageError
 
-__all__ = ["FedToken", "as_prefix", "as_token", "encoded"]
+__all__ = ["FedToken", "as_prefix", "as_token", "encoded", "fed_token"]
+
+
+def fed_token(token: int) -> Any:
+    """Return an id in the form in which filters written for exllamav2 are fed: an int64 tensor of shape (1, 1).
+
+    The tensor has the hash of the id, so that it is found in sets and dicts of ints. Without torch in the process the
+    id is a `FedToken`.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return FedToken(token)
+    return torch.tensor([[token]], dtype=torch.int64).as_subclass(_token_tensor())
+
+
+@cache
+def _token_tensor() -> Any:
+    """Return the class of the tensors of `fed_token`. Operations on them give plain tensors."""
+    torch: Any = sys.modules["torch"]
+    own = {
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__hash__": lambda self: hash(self.item()),
+        "__reduce_ex__": lambda self, protocol: (fed_token, (self.item(),)),
+        "__deepcopy__": lambda self, memo: fed_token(self.item()),
+        "clone": lambda self, **kwargs: fed_token(self.item()),
+    }
+    return type("TokenTensor", (torch.Tensor,), own)
 
 
 class FedToken(int):
-    """An int that also answers like the (1, 1) tensor that filters written for exllamav2 expect.
+    """An int that also answers like the (1, 1) tensor of `fed_token`, for processes without torch.
 
     `int(t)`, `t.item()`, `t[0][0]` and use as an index all give the id.
     """

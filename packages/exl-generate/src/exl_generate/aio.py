@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +25,9 @@ log = logging.getLogger(__name__)
 
 #: Consecutive iterations that may fail, for a reason of no job in particular, before all jobs end with the error.
 MAX_FAILED_ITERATIONS = 3
+
+#: Seconds that the end of the process waits for iterations.
+LONGEST_EXIT = 10.0
 
 
 class ExLlamaV2DynamicGeneratorAsync:
@@ -91,6 +97,7 @@ class _Worker:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="exl-generate", daemon=True)
         self._thread.start()
+        _workers.add(self)
 
     @property
     def jobs(self) -> dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync]:
@@ -136,9 +143,9 @@ class _Worker:
             self._closing = True
             self._wake.notify()
 
-    def join(self) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the end of the thread, at most `seconds`."""
+        self._thread.join(seconds)
 
     def _abandon(self, job: ExLlamaV2DynamicJob) -> None:
         """Discard a job; the garbage collector may call this in the middle of any code."""
@@ -198,6 +205,31 @@ class _Worker:
             self._jobs.pop(result["job"], None)  # another thread may have discarded it
         if (job := held()) is not None:
             job.put(result)
+
+
+#: Workers of this process.
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """End the threads: native code that returns into an interpreter that has ended aborts the process."""
+    workers = list(_workers)
+    until = time.monotonic() + LONGEST_EXIT
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+
+
+def _forget() -> None:
+    """Forget the workers in a forked child: their threads exist only in the parent."""
+    global _workers
+    _workers = weakref.WeakSet()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class ExLlamaV2DynamicJobAsync:

@@ -7,6 +7,7 @@ gives each job a copy. Both differ here, so that host programs run unmodified. S
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import fields
@@ -17,10 +18,16 @@ import torch
 
 from exl_generate.sampling import FrozenSettings, SparseBias
 from exl_generate.sampling import Settings as NativeSettings
+from exl_generate.sampling.validation import unknown_settings
 
 __all__ = ["Settings"]
 
+log = logging.getLogger(__name__)
+
 _changes = itertools.count(1)
+
+#: Names of attributes that a warning has been logged of.
+_warned: set[str] = set()
 
 
 class Settings(NativeSettings):
@@ -29,7 +36,8 @@ class Settings(NativeSettings):
     A job reads the object that it was given, so a change applies from the next token on, to every job that shares the
     object. Values out of range mean the same as in exllamav2 (off, or the nearest limit). Values that are not numbers,
     infinite penalties and temperatures, and `dry_range` from 1 to `dry_max_ngram` raise `RequestError`. A change to
-    such a value ends the jobs that use the object, and no others.
+    such a value ends the jobs that use the object, and no others. An attribute that is not a field has no effect; the
+    first use of its name is logged as a warning.
     """
 
     __slots__ = ("_change",)  # no entry of vars(): host programs log and copy that
@@ -55,6 +63,8 @@ class Settings(NativeSettings):
         `width` is the number of ids that breakers may name; other ids never occur. Raises `RequestError` as `validate`
         does.
         """
+        if type(self) is Settings:  # derived classes may have attributes of their own
+            _warn_of_others(self)
         values = {name: getattr(self, name) for name in _FIELDS}
         for name, mean in _MEANINGS.items():
             values[name] = mean(values[name])
@@ -75,6 +85,13 @@ class Settings(NativeSettings):
             return change
         held = frozenset(breakers) if isinstance(breakers, set | list) else breakers
         return change, _content(bias), tuple(hooks or ()), held
+
+
+def _warn_of_others(settings: Settings) -> None:
+    for name, remedy in unknown_settings(settings, _FIELDS).items():
+        if name not in _warned:
+            _warned.add(name)
+            log.warning("Settings.%s is no setting and has no effect: %s", name, remedy)
 
 
 def _content(bias: Any) -> Hashable:

@@ -264,12 +264,13 @@ class ExLlamaV2Config:
             raise UnsupportedError("load_in_q4 is not supported: convert the model to EXL2 instead")
         if self.cpu_matmul not in CPU_MATMUL_MODES:
             raise ConfigError(f"cpu_matmul is {self.cpu_matmul!r}, must be one of {', '.join(CPU_MATMUL_MODES)}")
-        self._check_sizes("max_seq_len", "max_batch_size", "max_decode_batch", "max_input_len", "max_attention_size")
+        self._check_sizes("max_seq_len", "max_batch_size", "max_decode_batch")
+        self._check_sizes("max_input_len", "max_output_len", "max_attention_size")
 
     def _check_sizes(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is None and name == "max_decode_batch":
+            if value is None and name in ("max_decode_batch", "max_output_len"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigTypeError(f"{name} is {value!r}, must be an int")

@@ -318,6 +318,9 @@ def _dynamic_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
 
 
 def _positive(name: str, value: float | None) -> float:
-    if value is None or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} is {value}, must be a positive number")
-    return value
+    try:
+        if value is not None and math.isfinite(value) and value > 0:
+            return value
+    except TypeError:
+        raise ConfigTypeError(f"{name} is {value!r:.80}, must be a positive number") from None
+    raise ConfigError(f"{name} is {value}, must be a positive number")

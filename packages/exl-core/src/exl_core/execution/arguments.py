@@ -147,16 +147,20 @@ def check_context(cache: object, input_mask: object, position_offsets: object, a
         raise InputError(f"abort_event is a {type(abort_event).__name__}, expected a threading.Event or None")
 
 
-def checked_key_mask(mask: Tensor, batch: int, total: int) -> Tensor:
+def checked_key_mask(mask: Tensor, batch: int, past: int, total: int) -> Tensor:
     """Return `input_mask` as float32 [batch, total]: one value for each of the first `total` keys.
 
-    Raises InputError for a wrong shape, for NaN and for fewer than `total` keys.
+    Behind `past` stored tokens the mask may be that of a prompt: keys behind its last column are attended to.
+
+    Raises InputError for a wrong shape, for NaN and, with no stored tokens, for fewer than `total` keys.
     """
     if mask.dim() != 2 or mask.shape[0] not in (1, batch):
         raise InputError(f"input_mask has shape {list(mask.shape)}, expected [batch = {batch}, total length]")
     mask = mask.to(torch.float32).clamp(min=MASKED).expand(batch, -1)
     if torch.isnan(mask).any():
         raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
+    if mask.shape[1] < total and past:
+        mask = torch.nn.functional.pad(mask, (0, total - mask.shape[1]))
     if mask.shape[1] < total:
         raise InputError(
             f"input_mask covers {mask.shape[1]} keys, {total} are attended to: give one value for every stored and new "

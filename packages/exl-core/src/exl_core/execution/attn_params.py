@@ -22,7 +22,8 @@ class AttentionParams:
         batch_size: number of sequences.
         seq_len: new tokens of each sequence; None for the number of ids.
         past_len: stored tokens of each sequence; None for `cache.current_seq_len`.
-        input_mask: additive [batch, past_len + seq_len]; 0 attends to a key, -inf (or very negative) ignores it.
+        input_mask: additive [batch, past_len + seq_len]; 0 attends to a key, -inf (or very negative) ignores it. With
+            stored tokens it may be narrower: later keys are attended to.
         position_offsets: int [batch, 1] or [batch], added to the positions of RoPE, usually -(left padding).
         paged: False.
         alt_rope_embed: not supported.

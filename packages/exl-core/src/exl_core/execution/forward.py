@@ -44,7 +44,7 @@ def forward_all(
     # Before the first chunk is stored: an error in a later chunk would leave the cache longer.
     check_last_state(asked.return_last_state)
     if mask is not None:
-        checked_key_mask(mask, batch, past + q_len)
+        checked_key_mask(mask, batch, past, past + q_len)
     logits: list[Tensor] = []
     state: Tensor | None = None
     begin = 0

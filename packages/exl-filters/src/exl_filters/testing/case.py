@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from exl_filters.base import ExLlamaV2Filter, overrides
 from exl_filters.context import FilterContext
 from exl_filters.testing.languages import Language
-from exl_filters.tokens import FedToken
+from exl_filters.tokens import fed_token
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Broken", "Case", "Observed", "shown_context"]
@@ -120,7 +120,7 @@ class Case:
         self.note(f"{self.of(f)}.feed({token})  # {self.vocabulary.bytes_of(token)!r}")
         if wrapped is None:
             wrapped = not isinstance(f, ExLlamaV2Filter)
-        f.feed(FedToken(token) if wrapped else token)
+        f.feed(fed_token(token) if wrapped else token)
 
     def clone(self, f: Any) -> Any:
         """Return a clone, named in the record."""

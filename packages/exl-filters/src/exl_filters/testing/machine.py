@@ -22,7 +22,7 @@ from exl_filters.testing.case import Factory, Observed
 from exl_filters.testing.languages import as_language
 from exl_filters.testing.runner import PROFILES
 from exl_filters.testing.vocabularies import vocabularies
-from exl_filters.tokens import FedToken
+from exl_filters.tokens import fed_token
 
 __all__ = ["check_machine", "filter_machine"]
 
@@ -217,7 +217,7 @@ def check_machine(
 
 
 def _feed(f: Any, token: int) -> None:
-    f.feed(token if isinstance(f, ExLlamaV2Filter) else FedToken(token))
+    f.feed(token if isinstance(f, ExLlamaV2Filter) else fed_token(token))
 
 
 def _observed(answer: Any) -> Observed:

@@ -24,7 +24,7 @@ from exl_filters.testing.case import Broken, Case, Factory
 from exl_filters.testing.languages import Language, as_language
 from exl_filters.testing.laws import LAWS, Law, applicable
 from exl_filters.testing.vocabularies import standard_vocabulary, vocabularies
-from exl_filters.tokens import FedToken
+from exl_filters.tokens import fed_token
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["PROFILES", "Outcome", "Report", "Subject", "check_filter", "next_times", "read_xfail"]
@@ -304,7 +304,7 @@ def next_times(factory: Factory, vocabulary: Vocabulary, calls: int = 300, seed:
             if not tokens:
                 break
             token = rng.choice(tokens)
-            f.feed(token if isinstance(f, ExLlamaV2Filter) else FedToken(token))
+            f.feed(token if isinstance(f, ExLlamaV2Filter) else fed_token(token))
             if token in ends:
                 break
     taken.sort()

@@ -17,7 +17,7 @@ from exl_kernels.sampling import SparseBias
 if TYPE_CHECKING:
     from exl_generate.sampling.settings import Settings
 
-__all__ = ["validate"]
+__all__ = ["unknown_settings", "validate"]
 
 _LARGEST = sys.float_info.max
 _ANY = (-math.inf, math.inf)
@@ -97,19 +97,29 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _no_others(s: Settings) -> None:
-    """Reject an attribute that is not a field: a typing error, or `filters`, which belong to the job.
+def unknown_settings(s: Settings, known: Collection[str]) -> dict[str, str]:
+    """Return the attributes of `s` that are not among the fields in `known`, each with a remedy.
 
-    Permitted are empty values, names that begin with an underscore, and attributes of a class derived from `Settings`.
+    Such an attribute is a typing error, or a parameter of the job, as `filters`. Attributes with empty values and names
+    that begin with an underscore are left out.
     """
-    known: dict[str, Any] = vars(type(s)).get("__dataclass_fields__", {})
-    for name in sorted(vars(s).keys() - known.keys()) if known else ():
+    found = {}
+    for name in sorted(vars(s).keys() - known):
         value = getattr(s, name)
         sized = isinstance(value, Collection) and getattr(value, "shape", None) != ()  # without dimensions: a number
         if name.startswith("_") or value is None or value is False or (sized and not len(value)):
             continue
         near = difflib.get_close_matches(name, known, 1)
-        remedy = f"did you mean {near[0]}?" if near else "parameters that are not of sampling belong to the job"
+        found[name] = f"did you mean {near[0]}?" if near else "parameters that are not of sampling belong to the job"
+    return found
+
+
+def _no_others(s: Settings) -> None:
+    """Reject an attribute that is not a field. Attributes of a class derived from `Settings` are permitted."""
+    known: dict[str, Any] = vars(type(s)).get("__dataclass_fields__", {})
+    if not known:
+        return
+    for name, remedy in unknown_settings(s, known.keys()).items():
         raise RequestError(f"Settings.{name} is no setting and would do nothing: {remedy}")
 
 

@@ -193,9 +193,9 @@ def _run(f: Any, path: list[int]) -> list[Observed]:
 
 def _form(f: Any, token: int) -> Any:
     from exl_filters.base import ExLlamaV2Filter
-    from exl_filters.tokens import FedToken
+    from exl_filters.tokens import fed_token
 
-    return token if isinstance(f, ExLlamaV2Filter) else FedToken(token)
+    return token if isinstance(f, ExLlamaV2Filter) else fed_token(token)
 
 
 def _observed(answer: Any) -> Observed:
