@@ -88,8 +88,7 @@ def build_step(
     rope_positions = _rope_positions(config, chunk, positions, rows)
     rope_positions, (cos, sin), alt = _rotations(config, model.rope, model.rope_alt, rope_positions, device)
     mask = None if isinstance(params, PagedParams) else params.input_mask
-    past = int(positions.min())
-    key_mask = None if mask is None else checked_key_mask(mask, chunk.batch, past, last + 1)
+    key_mask = None if mask is None else checked_key_mask(mask, chunk.batch, int(positions.min()), last + 1)
     step = Step(
         batch_size=chunk.batch,
         q_len=chunk.q_len,
