@@ -39,6 +39,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def stream(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for part in (b"data: a\n\n", b"", b"data: b\n\n"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
 class Counting(NoMeter):
     """Records the names of what is counted."""
 
@@ -173,6 +180,20 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(length: bytes, si
             (b"200", b"3"),
             (b"200", b"0"),
         ]
+
+    run(PATIENT, work)
+
+
+def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.app", stream)
+
+    async def work(port: int) -> None:
+        for method, body in ((b"GET", b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"), (b"HEAD", b"")):
+            head, _, got = (await ask(port, method + b" / HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+            assert b"chunked" not in head
+            assert b"\r\nconnection: close" in head
+            assert got == body
+        assert b"\r\ntransfer-encoding: chunked" in await ask(port, CLOSE)
 
     run(PATIENT, work)
 

@@ -78,6 +78,27 @@ def _refusing(error: ServeError) -> Any:
     return app
 
 
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return `app` for a client of HTTP/1.0, which knows no chunks: the end of the connection ends a stream."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        sized = True
+
+        async def send_on(message: Any) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not sized:
+                    cycle.chunked_encoding = False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_on)
+
+    return run
+
+
 class _Parser(HttpRequestParser):
     """Parse a request that offers another protocol like one that does not.
 
@@ -229,6 +250,8 @@ class _Guarded(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
