@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -114,6 +114,17 @@ def load(
     return parse(data)
 
 
+def _choices(path: str) -> tuple[str, ...]:
+    """Return the values that a key may have, such as `model[0].cache`."""
+    of: Any = ServeConfig
+    for part in path.split("."):
+        name, bracket, _ = part.partition("[")
+        of = fields_of(of)[name]
+        if bracket:
+            of = get_args(of)[0]
+    return get_args(of)
+
+
 def parse(data: Mapping[str, Any]) -> ServeConfig:
     """Build a configuration from its tables. Raises ConfigError that names the key."""
     _check_keys(data, ServeConfig, "")
@@ -122,6 +133,8 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
     except msgspec.ValidationError as error:
         said, _, at = str(error).partition(" - at ")
         path = at.strip("`").removeprefix("$").removeprefix(".")
+        if said.startswith("Invalid enum value"):
+            said += f"; it must be one of {', '.join(_choices(path))}"
         raise ConfigError(f"{path or 'the configuration'}: {said}", path) from error
     _check_ranges(config, "")
     _check_models(config)
