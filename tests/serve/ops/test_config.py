@@ -51,7 +51,9 @@ def test_options_go_over_variables_and_those_over_the_file(tmp_path: Path) -> No
         ({"model": [{"id": "a", "path": "b"}, {"id": "c", "path": "b", "aliases": ["a"]}]}, "model.id", "two models"),
         ({"model": [{"id": "a:b", "path": "b"}]}, "model.id", "colon"),
         ({"server": {"tls_cert": "x"}}, "server.tls_cert", "both or neither"),
-        ({"server": {"cors_origins": ["*"]}, "auth": {"key_file": "k"}}, "server.cors_origins", "name the origins"),
+        ({"server": {"cors_origins": ["*"]}}, "server.cors_origins", "name the origins"),
+        ({"server": {"cors_origins": ["https://a.example/"]}}, "server.cors_origins", "'https://a.example/'"),
+        ({"server": {"cors_origins": ["localhost:3000"]}}, "server.cors_origins", "http://HOST:PORT"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_path(data: dict[str, Any], path: str, says: str) -> None:

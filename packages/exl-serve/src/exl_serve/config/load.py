@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -114,6 +115,9 @@ def load(
     return parse(data)
 
 
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+
+
 def _choices(path: str) -> tuple[str, ...]:
     """Return the values that a key may have, such as `model[0].cache`."""
     of: Any = ServeConfig
@@ -142,8 +146,10 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
     if (server.tls_cert is None) != (server.tls_key is None):
         raise ConfigError("server.tls_cert and server.tls_key go together: give both or neither", "server.tls_cert")
     _check_proxies(server.trusted_proxies)
-    if "*" in server.cors_origins and config.auth.key_file is not None:
-        raise ConfigError("server.cors_origins has '*' though keys are used: name the origins", "server.cors_origins")
+    for origin in server.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            text = f"server.cors_origins has {origin[:64]!r}: name the origins, as http://HOST:PORT or https://HOST"
+            raise ConfigError(text, "server.cors_origins")
     return config
 
 
