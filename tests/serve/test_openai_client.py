@@ -224,6 +224,7 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
         ({"n": 99}, openai.BadRequestError, "at most 8"),
         ({"messages": []}, openai.BadRequestError, "at least one message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, openai.BadRequestError, "robot"),
+        ({"messages": [{"content": "x"}]}, openai.BadRequestError, "the role is missing; it must be one of system"),
         ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "vocabulary"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
