@@ -216,6 +216,7 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
     ("change", "kind", "says"),
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "there is: fable"),
+        ({"model": ""}, openai.BadRequestError, "model is missing; it must be one of fable"),
         ({"temperature": 9}, openai.BadRequestError, "a number from 0 to 5"),
         ({"temperature": "hot"}, openai.BadRequestError, "a number from 0 to 5"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens is 0"),
@@ -223,6 +224,7 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
         ({"n": 99}, openai.BadRequestError, "at most 8"),
         ({"messages": []}, openai.BadRequestError, "at least one message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, openai.BadRequestError, "robot"),
+        ({"messages": [{"content": "x"}]}, openai.BadRequestError, "the role is missing; it must be one of system"),
         ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "vocabulary"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,18 @@ def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
     server.process.send_signal(signal.SIGINT)
     server.process.wait(SECONDS)
     assert key not in server.log
+
+
+def test_a_json_log_has_json_about_bytes_that_are_no_request(served: Callable[..., Served]) -> None:
+    """uvicorn logs them."""
+    server = served("--set", "log.format=json").up()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), SECONDS) as client:
+        client.sendall(b"nonsense\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+    until(lambda: any("Invalid HTTP request" in line for line in server.lines))
+    (line,) = (line for line in server.lines if "Invalid HTTP request" in line)
+    assert json.loads(line)["level"] == "warning"
 
 
 @pytest.mark.parametrize(

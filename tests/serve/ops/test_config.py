@@ -41,12 +41,19 @@ def test_options_go_over_variables_and_those_over_the_file(tmp_path: Path) -> No
         ({"server": {"port": "x"}}, "server.port", "int"),
         ({"server": {"port": 70000}}, "server.port", "65535"),
         ({"server": {"workers": 0}}, "server.workers", "allowed are 1"),
-        ({"model": [{"id": "a", "path": "b", "cache": "q5"}]}, "model[0].cache", "Invalid enum"),
+        (
+            {"model": [{"id": "a", "path": "b", "cache": "q5"}]},
+            "model[0].cache",
+            "'q5'; it must be one of fp16, fp8, q8",
+        ),
+        ({"log": {"level": "loud"}}, "log.level", "'loud'; it must be one of debug, info, warning, error"),
         ({"model": [{"id": "a"}]}, "model[0]", "path"),
         ({"model": [{"id": "a", "path": "b"}, {"id": "c", "path": "b", "aliases": ["a"]}]}, "model.id", "two models"),
         ({"model": [{"id": "a:b", "path": "b"}]}, "model.id", "colon"),
         ({"server": {"tls_cert": "x"}}, "server.tls_cert", "both or neither"),
-        ({"server": {"cors_origins": ["*"]}, "auth": {"key_file": "k"}}, "server.cors_origins", "name the origins"),
+        ({"server": {"cors_origins": ["*"]}}, "server.cors_origins", "name the origins"),
+        ({"server": {"cors_origins": ["https://a.example/"]}}, "server.cors_origins", "'https://a.example/'"),
+        ({"server": {"cors_origins": ["localhost:3000"]}}, "server.cors_origins", "http://HOST:PORT"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_path(data: dict[str, Any], path: str, says: str) -> None:

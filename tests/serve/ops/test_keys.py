@@ -222,6 +222,12 @@ def test_a_bad_entry_is_refused_without_its_key(tmp_path: Path, entry: str, says
     with pytest.raises(ConfigError, match=says) as caught:
         read_keys(write(tmp_path / "keys", f"[[key]]\n{entry}\n"))
     assert KEY not in str(caught.value)
+    assert f"the key file {tmp_path / 'keys'}" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/none cannot be read: No such file"):
+        read_keys(tmp_path / "none")
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
@@ -238,7 +244,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path:
     write(path, "[[key")
     file.refresh(2e12)
     assert file.find(OTHER, 0) is not None
-    assert file.problem == "the key file is not TOML"
+    assert file.problem == f"the key file {path} is not TOML"
 
 
 def test_new_keys_are_long_and_differ() -> None:

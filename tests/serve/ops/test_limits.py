@@ -39,6 +39,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def stream(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for part in (b"data: a\n\n", b"", b"data: b\n\n"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
 class Counting(NoMeter):
     """Records the names of what is counted."""
 
@@ -145,6 +152,61 @@ def test_a_body_that_comes_in_pieces_is_read() -> None:
             await asyncio.sleep(0.001)
         assert (await reader.read()).endswith(b"\r\n\r\n200000")
         writer.close()
+
+    run(PATIENT, work)
+
+
+@pytest.mark.parametrize(
+    "length", [b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("size", [1, 60, 100_000])
+def test_a_request_that_offers_another_protocol_keeps_its_body(length: bytes, size: int) -> None:
+    """HTTP clients of the JVM offer HTTP/2; `size`: bytes of a segment."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    post = b"POST / HTTP/1.1\r\nhost: a\r\n" + offer + length
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        data = post + b"GET / HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n" + post + CLOSE
+        for start in range(0, len(data), size):
+            writer.write(data[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+        writer.close()
+        assert [(one[:3], one[-1:]) for one in answers] == [
+            (b"200", b"3"),
+            (b"200", b"0"),
+            (b"200", b"3"),
+            (b"200", b"0"),
+        ]
+
+    run(PATIENT, work)
+
+
+def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.app", stream)
+
+    async def work(port: int) -> None:
+        for method, body in ((b"GET", b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"), (b"HEAD", b"")):
+            head, _, got = (await ask(port, method + b" / HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+            assert b"chunked" not in head
+            assert b"\r\nconnection: close" in head
+            assert got == body
+        assert b"\r\ntransfer-encoding: chunked" in await ask(port, CLOSE)
+
+    run(PATIENT, work)
+
+
+def test_what_follows_an_offer_of_another_protocol_is_checked() -> None:
+    offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+
+    async def work(port: int) -> None:
+        assert code(await ask(port, b"POST / HTTP/1.1\r\n" + offer + b"transfer-encoding: chunked\r\n\r\nzz\r\n")) == (
+            400,
+            "bad_request",
+        )
+        assert code(await ask(port, b"CONNECT a:1 HTTP/1.1\r\n" + offer + b"\r\n")) == (400, "bad_request")
 
     run(PATIENT, work)
 

@@ -229,6 +229,23 @@ def test_only_named_origins_may_read_answers() -> None:
         thread.close()
 
 
+def test_pages_of_named_origins_send_and_read_any_header(fable: EngineThread) -> None:
+    """OpenAI's library in a browser sends a dozen headers of its own."""
+    config = ServeConfig(server=ServerConfig(cors_origins=("https://chat.example",)))
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-os"
+    with live({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)], config) as url:
+        for origin, allowed in (("https://chat.example", asked), ("https://other.example", None)):
+            headers = {
+                "origin": origin,
+                "access-control-request-method": "POST",
+                "access-control-request-headers": asked,
+            }
+            answer = httpx.options(url + "/v1/chat/completions", headers=headers, timeout=HANG_SECONDS)
+            assert answer.headers.get("access-control-allow-headers") == allowed
+            answer = httpx.get(url + "/v1/models", headers={"origin": origin}, timeout=HANG_SECONDS)
+            assert answer.headers.get("access-control-expose-headers") == (allowed and "*")
+
+
 def test_the_page_may_load_nothing_of_others(fable: EngineThread) -> None:
     with live({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)]) as url:
         for path in ("/", "/ui/app.js", "/ui/style.css"):

@@ -209,6 +209,7 @@ def server_settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Con
     limits = config.server.limits
     return uvicorn.Config(
         app,
+        log_config=None,  # the formats of this process, not uvicorn's own
         log_level="warning",
         access_log=False,
         lifespan="off",

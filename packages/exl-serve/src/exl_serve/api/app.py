@@ -308,11 +308,13 @@ def _cors(call: Call) -> bool:
     if origin is None or origin not in call.state.config.server.cors_origins:
         return False
     call.headers["access-control-allow-origin"] = origin
+    call.headers["access-control-expose-headers"] = "*"  # such as retry-after and x-exl-ignored
     call.headers["vary"] = "origin"
     if call.scope["method"] != "OPTIONS":
         return False
     call.headers["access-control-allow-methods"] = "GET, POST, DELETE"
-    call.headers["access-control-allow-headers"] = "authorization, content-type, x-api-key, x-request-id"
+    # Whatever the page asks for: OpenAI's library in a browser sends x-stainless-lang and others.
+    call.headers["access-control-allow-headers"] = call.header("access-control-request-headers") or "authorization"
     call.headers["access-control-max-age"] = "600"
     return True
 

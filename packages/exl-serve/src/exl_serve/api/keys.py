@@ -80,26 +80,27 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o177:
-                raise ConfigError(f"the key file has mode {mode:04o}; others could read it: chmod 600", "auth.key_file")
+                text = f"the key file {path} has mode {mode:04o}; others could read it: chmod 600"
+                raise ConfigError(text, "auth.key_file")
             data = file.read(MAX_FILE + 1)
         if len(data) > MAX_FILE:
-            raise ConfigError(f"the key file is larger than {MAX_FILE} bytes", "auth.key_file")
+            raise ConfigError(f"the key file {path} is larger than {MAX_FILE} bytes", "auth.key_file")
         found = msgspec.convert(tomllib.loads(data.decode()), _File)
     except OSError as error:
-        raise ConfigError(f"the key file cannot be read: {error.strerror}", "auth.key_file") from None
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}", "auth.key_file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise ConfigError("the key file is not TOML", "auth.key_file") from None
+        raise ConfigError(f"the key file {path} is not TOML", "auth.key_file") from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the key file: {error}", "auth.key_file") from None
+        raise ConfigError(f"the key file {path}: {error}", "auth.key_file") from None
     names = [entry.name for entry in found.key]
     if len(set(names)) != len(names):
-        raise ConfigError("the key file has two entries of one name", "auth.key_file")
-    return tuple(_key(entry) for entry in found.key)
+        raise ConfigError(f"the key file {path} has two entries of one name", "auth.key_file")
+    return tuple(_key(entry, path) for entry in found.key)
 
 
-def _key(entry: _Entry) -> Key:
+def _key(entry: _Entry, path: Path) -> Key:
     def bad(what: str) -> ConfigError:
-        return ConfigError(f"the key file, entry {entry.name[:64]!r}: {what}", "auth.key_file")
+        return ConfigError(f"the key file {path}, entry {entry.name[:64]!r}: {what}", "auth.key_file")
 
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", entry.name):
         raise bad("a name has 1 to 64 letters, digits, dots, dashes and underscores")

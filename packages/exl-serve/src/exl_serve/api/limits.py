@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from exl_serve.api.forwarded import TrustedProxies
@@ -22,6 +23,8 @@ from exl_serve.metrics import NoMeter
 __all__ = ["MAX_HEADERS", "MAX_HEADER_BYTES", "guarded", "keep_alive"]
 
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 16 << 10
+OFFER = (b"upgrade", b"http2-settings")
+"""Headers with which a client offers another protocol. The server may ignore them (RFC 9110, section 7.8)."""
 LEAST_RATE = 1024.0
 """Bytes a second of a body, after `GRACE` seconds."""
 GRACE = 5.0
@@ -75,6 +78,51 @@ def _refusing(error: ServeError) -> Any:
     return app
 
 
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return `app` for a client of HTTP/1.0, which knows no chunks: the end of the connection ends a stream."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        sized = True
+
+        async def send_on(message: Any) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not sized:
+                    cycle.chunked_encoding = False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_on)
+
+    return run
+
+
+class _Parser(HttpRequestParser):
+    """Parse a request that offers another protocol like one that does not.
+
+    httptools ends such a request after its headers, so its body would be lost. HTTP clients of the JVM offer HTTP/2
+    with the first request of a connection.
+    """
+
+    def __init__(self, protocol: _Guarded) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except HttpParserUpgrade as upgrade:
+                head = self._protocol.take_head()
+                if head is None:
+                    raise
+                data = head + bytes(data[upgrade.args[0] :])
+
+
 class _Guarded(HttpToolsProtocol):
     limits: Limits
     proxies: TrustedProxies
@@ -83,6 +131,9 @@ class _Guarded(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.parser = _Parser(self)
+        #: request line and headers of a request that offers another protocol, without the offer
+        self._head: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: looks whether the client reads
         self._looking: asyncio.TimerHandle | None = None
@@ -175,6 +226,12 @@ class _Guarded(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
+            self._head = b"\r\n".join(lines) + b"\r\n\r\n"
+            return
         self._disarm()
         app = self.app
         if self._proxied:
@@ -193,13 +250,22 @@ class _Guarded(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
         super().on_body(body)
 
+    def take_head(self) -> bytes | None:
+        """Return the head to parse instead of one with an offer, once."""
+        head, self._head = self._head, None
+        return head
+
     def on_message_complete(self) -> None:
+        if self._head is not None:
+            return
         self._reading = False
         self._disarm()
         super().on_message_complete()

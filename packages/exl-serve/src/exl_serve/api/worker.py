@@ -152,7 +152,7 @@ def find_model(
     """Return (model, adapter) for a name.
 
     `missing`: models that exist but cannot answer, and the error for requests that name them. Raises this error, or
-    ServeError 404 with the known names.
+    ServeError with the known names: 404 for another name, 400 for none.
     """
     candidates: list[tuple[ModelConfig, ModelHandle | ServeError]] = [(one.config, one) for one in handles]
     candidates += missing
@@ -168,6 +168,8 @@ def find_model(
     if len(allowed) == 1 and (accept_any or not name):
         return _there(allowed[0][1]), None
     there = ", ".join(config.id for config, _ in allowed) or "none"
+    if not name and allowed:
+        raise ServeError.invalid(f"model is missing; it must be one of {there}", "model", "missing_field")
     raise ServeError(
         404,
         "not_found_error",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -115,6 +116,20 @@ def load(
     return parse(data)
 
 
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+
+
+def _choices(path: str) -> tuple[str, ...]:
+    """Return the values that a key may have, such as `model[0].cache`."""
+    of: Any = ServeConfig
+    for part in path.split("."):
+        name, bracket, _ = part.partition("[")
+        of = fields_of(of)[name]
+        if bracket:
+            of = get_args(of)[0]
+    return get_args(of)
+
+
 def parse(data: Mapping[str, Any]) -> ServeConfig:
     """Build a configuration from its tables. Raises ConfigError that names the key."""
     _check_keys(data, ServeConfig, "")
@@ -123,6 +138,8 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
     except msgspec.ValidationError as error:
         said, _, at = str(error).partition(" - at ")
         path = at.strip("`").removeprefix("$").removeprefix(".")
+        if said.startswith("Invalid enum value"):
+            said += f"; it must be one of {', '.join(_choices(path))}"
         raise ConfigError(f"{path or 'the configuration'}: {said}", path) from error
     _check_ranges(config, "")
     _check_models(config)
@@ -130,8 +147,10 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
     if (server.tls_cert is None) != (server.tls_key is None):
         raise ConfigError("server.tls_cert and server.tls_key go together: give both or neither", "server.tls_cert")
     _check_proxies(server.trusted_proxies)
-    if "*" in server.cors_origins and config.auth.key_file is not None:
-        raise ConfigError("server.cors_origins has '*' though keys are used: name the origins", "server.cors_origins")
+    for origin in server.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            text = f"server.cors_origins has {origin[:64]!r}: name the origins, as http://HOST:PORT or https://HOST"
+            raise ConfigError(text, "server.cors_origins")
     return config
 
 

@@ -85,7 +85,8 @@ def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | N
         raise _bad(param, "a message is an object with a role")
     role = value.get("role")
     if role not in ROLES:
-        raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}; it must be one of {', '.join(ROLES)}")
+        said = "is missing" if role is None else f"is {str(role)[:32]!r}"
+        raise _bad(f"{param}.role", f"the role {said}; it must be one of {', '.join(ROLES)}")
     found = {key: one for key, one in value.items() if one is not None}
     calls = found.get("tool_calls")
     if calls is not None:

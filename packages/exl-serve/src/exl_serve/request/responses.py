@@ -276,7 +276,8 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
-            raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}: user, assistant, system or developer")
+            said = "is missing" if role is None else f"is {str(role)[:32]!r}"
+            raise _bad(f"{param}.role", f"the role {said}; it must be one of user, assistant, system, developer")
         content = content_of(item.get("content"), f"{param}.content", limits, talk.images if role == "user" else None)
         talk.add({"role": role, "content": content})
     elif kind == "function_call":
