@@ -198,7 +198,7 @@ def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(monkeypatch: pytest.Mon
     run(PATIENT, work)
 
 
-def test_what_follows_an_offer_of_another_protocol_is_checked() -> None:
+def test_data_behind_an_offer_of_another_protocol_is_checked() -> None:
     offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
 
     async def work(port: int) -> None:

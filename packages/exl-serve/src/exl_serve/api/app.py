@@ -313,7 +313,7 @@ def _cors(call: Call) -> bool:
     if call.scope["method"] != "OPTIONS":
         return False
     call.headers["access-control-allow-methods"] = "GET, POST, DELETE"
-    # Whatever the page asks for: OpenAI's library in a browser sends x-stainless-lang and others.
+    # All that the page asks for: OpenAI's library in a browser sends x-stainless-lang and others.
     call.headers["access-control-allow-headers"] = call.header("access-control-request-headers") or "authorization"
     call.headers["access-control-max-age"] = "600"
     return True
