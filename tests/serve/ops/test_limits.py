@@ -198,6 +198,18 @@ def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(monkeypatch: pytest.Mon
     run(PATIENT, work)
 
 
+@pytest.mark.parametrize("end", [b"1.1\r\nconnection: close, upgrade", b"1.0\r\nconnection: upgrade"])
+def test_a_request_that_offers_another_protocol_may_end_its_connection(end: bytes) -> None:
+    head = b"POST / HTTP/" + end + b"\r\nhost: a\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\n"
+
+    async def work(port: int) -> None:
+        answer = await ask(port, head + b"abc" + CLOSE)
+        assert answer.endswith(b"\r\n\r\n3")
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    run(PATIENT, work)
+
+
 def test_what_follows_an_offer_of_another_protocol_is_checked() -> None:
     offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
 

@@ -99,7 +99,7 @@ def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
     return run
 
 
-class _Parser(HttpRequestParser):
+class _Parser:
     """Parse a request that offers another protocol like one that does not.
 
     httptools ends such a request after its headers, so its body would be lost. HTTP clients of the JVM offer HTTP/2
@@ -107,20 +107,30 @@ class _Parser(HttpRequestParser):
     """
 
     def __init__(self, protocol: _Guarded) -> None:
-        super().__init__(protocol)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
         self._protocol = protocol
+        self._parser = self._new()
 
     def feed_data(self, data: Any) -> None:
         while True:
             try:
-                super().feed_data(data)
+                self._parser.feed_data(data)
                 return
             except HttpParserUpgrade as upgrade:
                 head = self._protocol.take_head()
                 if head is None:
                     raise
-                data = head + bytes(data[upgrade.args[0] :])
+                # The old parser ignores all that follows a request which closes the connection.
+                self._parser = self._new()
+                self._parser.feed_data(head)
+                data = memoryview(data)[upgrade.args[0] :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def _new(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        return parser
 
 
 class _Guarded(HttpToolsProtocol):
