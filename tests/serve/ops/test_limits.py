@@ -223,6 +223,21 @@ def test_what_follows_an_offer_of_another_protocol_is_checked() -> None:
     run(PATIENT, work)
 
 
+def test_connect_is_rejected() -> None:
+    """The parser would take its body for another request, which a proxy has not seen."""
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"CONNECT /a HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(CLOSE))
+        first = await reader.readuntil(b"\r\n\r\n")
+        writer.write(CLOSE)
+        rest = await reader.read()
+        writer.close()
+        assert code(first + rest) == (400, "bad_request")
+
+    run(PATIENT, work)
+
+
 def test_an_idle_connection_is_closed_after_its_answer() -> None:
     async def work(port: int) -> None:
         assert (await ask(port)).endswith(b"\r\n\r\n0")

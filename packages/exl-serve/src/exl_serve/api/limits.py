@@ -237,7 +237,9 @@ class _Guarded(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         method = self.parser.get_method()
-        if self.parser.should_upgrade() and method != b"CONNECT":
+        if method == b"CONNECT":
+            raise ValueError("no tunnels here")  # httptools would take its body for the next request
+        if self.parser.should_upgrade():
             lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
             self._head = b"\r\n".join(lines) + b"\r\n\r\n"
