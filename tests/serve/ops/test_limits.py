@@ -223,6 +223,23 @@ def test_what_follows_an_offer_of_another_protocol_is_checked() -> None:
     run(PATIENT, work)
 
 
+async def names(scope: Any, receive: Any, send: Any) -> None:
+    body = b" ".join(name for name, _ in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_trailers_are_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that removes or checks headers need not look at trailers."""
+    monkeypatch.setattr(f"{__name__}.app", names)
+
+    async def work(port: int) -> None:
+        post = b"POST / HTTP/1.0\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx-api-key: k\r\n\r\n"
+        assert (await ask(port, post)).endswith(b"\r\n\r\nhost transfer-encoding")
+
+    run(PATIENT, work)
+
+
 def test_connect_is_rejected() -> None:
     """The parser would take its body for another request, which a proxy has not seen."""
 

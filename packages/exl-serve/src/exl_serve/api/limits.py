@@ -151,6 +151,7 @@ class _Guarded(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
+        self._in_body = False  # its headers are complete
         self._body_began = 0.0
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
@@ -222,7 +223,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading = True
+        self._reading, self._in_body = True, False
         self._header_bytes = self._header_count = self._received = 0
         self._paused = 0.0
 
@@ -233,7 +234,8 @@ class _Guarded(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1
         self._count_header(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._in_body:  # a trailer is no header (RFC 9110, section 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         method = self.parser.get_method()
@@ -244,6 +246,7 @@ class _Guarded(HttpToolsProtocol):
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
             self._head = b"\r\n".join(lines) + b"\r\n\r\n"
             return
+        self._in_body = True
         self._disarm()
         app = self.app
         if self._proxied:
