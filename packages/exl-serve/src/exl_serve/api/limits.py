@@ -371,15 +371,16 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        if not self._asked or not self.cycle.response_started or self.cycle.response_complete:
+        answering = self._answering  # not `cycle`, which may be a request behind it
+        if answering is None or not answering.response_started or answering.response_complete:
             body = msgspec.json.encode(error.body())
             lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
             if error.retry_after is not None:
                 lines.append(b"retry-after: %d\r\n" % max(1, round(error.retry_after)))
             lines.append(b"content-length: %d\r\n\r\n" % len(body))
             self.transport.write(b"".join(lines) + body)
-            if self._asked:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+            if answering is not None:
+                answering.disconnected = True
+                answering.message_event.set()
         self._watch()
         self.transport.close()
