@@ -141,7 +141,7 @@ class _Guarded(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser = _Parser(self)
+        self.parser = _Parser(self)  # type: ignore[assignment]
         #: request line and headers of a request that offers another protocol, without the offer
         self._head: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
