@@ -206,3 +206,11 @@ def test_foreign_filters_are_fed_tensors_that_are_found_among_ints():
         assert {7: "seven"}[same] == "seven"
         assert int(same) == as_token(same) == same.item() == [*range(9)][same] == 7
     assert torch.cat([tensor, tensor], dim=-1).tolist() == [[7, 7]]
+
+
+def test_fed_tensors_are_in_memory_whatever_torchs_default_device():
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        tensor = fed_token(7)
+    assert tensor.device.type == "cpu"
+    assert tensor.item() == 7

@@ -175,8 +175,9 @@ def test_limits_are_checked():
     ):
         with pytest.raises(FilterCompileError, match="the limit is 1000000"):
             ExLlamaV2GrammarFilter(None, V, **source)
-    with pytest.raises(FilterUsageError, match="seconds above 0"):
-        CompileBudget(seconds=0)
+    for seconds in (0, float("inf"), float("nan")):
+        with pytest.raises(FilterUsageError, match="finite seconds above 0"):
+            CompileBudget(seconds)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +101,22 @@ def test_prompts_join_the_last_chunk_of_a_long_one(clock: Clock) -> None:
     generator.enqueue([asking(30, 90), asking(31, 20)])
     step(generator, 2)
     assert passes(generator) == [64, 25 + 19]
+
+
+@pytest.mark.parametrize("streams", [0, STREAMS])
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}])
+def test_a_generator_holds_no_jobs_that_have_ended(clock: Clock, streams: int, options: dict[str, Any]) -> None:
+    """Neither a job that ends with its prompt's step nor one that is removed while it waits."""
+    generator = decoding(streams)
+    one = asking(30, 31, new=1, **options)
+    ended = weakref.ref(one)
+    generator.enqueue(one)
+    step(generator)
+    assert one.is_finished == (not streams or bool(options))
+    generator.clear_queue()
+    del one
+    gc.collect()
+    assert ended() is None
 
 
 def test_the_limit_counts_from_a_prompts_own_start(clock: Clock) -> None:

@@ -54,12 +54,23 @@ def test_options_go_over_variables_and_those_over_the_file(tmp_path: Path) -> No
         ({"server": {"cors_origins": ["*"]}}, "server.cors_origins", "name the origins"),
         ({"server": {"cors_origins": ["https://a.example/"]}}, "server.cors_origins", "'https://a.example/'"),
         ({"server": {"cors_origins": ["localhost:3000"]}}, "server.cors_origins", "http://HOST:PORT"),
+        ({"server": {"cors_origins": ["https://a.example:443"]}}, "server.cors_origins", "https://HOST"),
+        ({"server": {"cors_origins": ["http://a.example:80"]}}, "server.cors_origins", "http://HOST:PORT"),
+        ({"server": {"cors_origins": ["https://bücher.example"]}}, "server.cors_origins", "https://HOST"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_path(data: dict[str, Any], path: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         parse(data)
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["null", "file://", "https://a.example:80", "http://[::1]:8080", "https://[::80]", "chrome-extension://abc"],
+)
+def test_origins_that_browsers_send_are_taken(origin: str) -> None:
+    assert parse({"server": {"cors_origins": [origin]}}).server.cors_origins == (origin,)
 
 
 def test_a_variable_that_sets_nothing_is_refused() -> None:

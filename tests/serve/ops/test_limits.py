@@ -198,6 +198,18 @@ def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(monkeypatch: pytest.Mon
     run(PATIENT, work)
 
 
+@pytest.mark.parametrize("end", [b"1.1\r\nconnection: close, upgrade", b"1.0\r\nconnection: upgrade"])
+def test_a_request_that_offers_another_protocol_may_end_its_connection(end: bytes) -> None:
+    head = b"POST / HTTP/" + end + b"\r\nhost: a\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\n"
+
+    async def work(port: int) -> None:
+        answer = await ask(port, head + b"abc" + CLOSE)
+        assert answer.endswith(b"\r\n\r\n3")
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    run(PATIENT, work)
+
+
 def test_data_behind_an_offer_of_another_protocol_is_checked() -> None:
     offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
 
@@ -207,6 +219,62 @@ def test_data_behind_an_offer_of_another_protocol_is_checked() -> None:
             "bad_request",
         )
         assert code(await ask(port, b"CONNECT a:1 HTTP/1.1\r\n" + offer + b"\r\n")) == (400, "bad_request")
+
+    run(PATIENT, work)
+
+
+async def slow_stream(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"one", "more_body": True})
+    await receive()
+    await receive()  # until the client has gone
+
+
+def test_an_error_is_not_written_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A malformed request comes behind a good one that waits for a running stream."""
+    monkeypatch.setattr(f"{__name__}.app", slow_stream)
+    get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+    async def work(port: int) -> None:
+        for malformed in (b"\0", get + b"\0"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(get)
+            await reader.readuntil(b"\r\n\r\n3\r\none\r\n")
+            writer.write(malformed)
+            assert await reader.read() == b""
+            writer.close()
+
+    run(PATIENT, work)
+
+
+async def names(scope: Any, receive: Any, send: Any) -> None:
+    body = b" ".join(name for name, _ in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_trailers_are_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that removes or checks headers need not look at trailers."""
+    monkeypatch.setattr(f"{__name__}.app", names)
+
+    async def work(port: int) -> None:
+        post = b"POST / HTTP/1.0\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx-api-key: k\r\n\r\n"
+        assert (await ask(port, post)).endswith(b"\r\n\r\nhost transfer-encoding")
+
+    run(PATIENT, work)
+
+
+def test_connect_is_rejected() -> None:
+    """The parser would take its body for another request, which a proxy has not seen."""
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"CONNECT /a HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(CLOSE))
+        first = await reader.readuntil(b"\r\n\r\n")
+        writer.write(CLOSE)
+        rest = await reader.read()
+        writer.close()
+        assert code(first + rest) == (400, "bad_request")
 
     run(PATIENT, work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -28,14 +29,14 @@ class CompileBudget:
     """Limits for compiling one grammar. A separate process compiles it first and is killed beyond a limit.
 
     Args:
-        seconds: Time limit in seconds, above 0.
+        seconds: Time limit in seconds, above 0 and finite.
         megabytes: Memory limit in megabytes, a whole number above 0.
         trust: Compile in this process at once, with llguidance's own limits only. A bad grammar may then use all memory
             or
             end the process.
 
     Raises:
-        FilterUsageError: a limit is not above 0.
+        FilterUsageError: a limit is not above 0, or not finite.
     """
 
     seconds: float = 10.0
@@ -43,10 +44,11 @@ class CompileBudget:
     trust: bool = False
 
     def __post_init__(self) -> None:
-        timed = isinstance(self.seconds, int | float) and self.seconds > 0
+        timed = isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf
         if not timed or not isinstance(self.megabytes, int) or self.megabytes < 1:
             raise FilterUsageError(
-                f"a budget has seconds above 0 and whole megabytes above 0; got {self.seconds!r} and {self.megabytes!r}"
+                "a budget has finite seconds above 0 and whole megabytes above 0; "
+                f"got {self.seconds!r} and {self.megabytes!r}"
             )
 
 

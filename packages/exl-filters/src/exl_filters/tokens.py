@@ -15,13 +15,13 @@ __all__ = ["FedToken", "as_prefix", "as_token", "encoded", "fed_token"]
 def fed_token(token: int) -> Any:
     """Return an id in the form in which filters written for exllamav2 are fed: an int64 tensor of shape (1, 1).
 
-    The tensor has the hash of the id, so that it is found in sets and dicts of ints. Without torch in the process the
-    id is a `FedToken`.
+    The tensor is in CPU memory, whatever torch's default device. It has the hash of the id, so that
+    sets and dicts of ints find it. Without torch in the process the id is a `FedToken`.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return FedToken(token)
-    return torch.tensor([[token]], dtype=torch.int64).as_subclass(_token_tensor())
+    return torch.tensor([[token]], dtype=torch.int64, device="cpu").as_subclass(_token_tensor())
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from exl_generate.dynamic.runner import Chunk, Runner
 
@@ -69,8 +70,8 @@ class PromptWait:
         self._seconds, self._runner, self._worth = seconds, runner, worth
         #: whether prompts may wait
         self.holds = seconds > 0
-        #: jobs whose prompts were not computed at the last step
-        self._prompts: dict[ExLlamaV2DynamicJob, _Prompt] = {}
+        #: jobs whose prompts were not computed at the last step; jobs may end outside steps
+        self._prompts: WeakKeyDictionary[ExLlamaV2DynamicJob, _Prompt] = WeakKeyDictionary()
         #: most tokens of the last step
         self._budget = 0
         #: whether the last step has computed prompts, after which others may find more in the cache
@@ -90,9 +91,11 @@ class PromptWait:
             since = {job: prompt.since for job, prompt in self._prompts.items()}
             known: dict[ExLlamaV2DynamicJob, _Prompt] = {}
         else:
-            since, known = {}, self._prompts
+            since, known = {}, dict(self._prompts)
         now, self._budget = monotonic(), budget
-        self._prompts = {job: known.get(job) or self._looked_at(job, since.get(job, now), budget) for job in jobs}
+        self._prompts = WeakKeyDictionary(
+            {job: known.get(job) or self._looked_at(job, since.get(job, now), budget) for job in jobs}
+        )
         found = jobs if self._all_go(jobs, decoding) else self._chosen(jobs, now)
         self._stale = bool(found)
         return found

@@ -99,7 +99,7 @@ def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
     return run
 
 
-class _Parser(HttpRequestParser):
+class _Parser:
     """Parse a request that offers another protocol like one that does not.
 
     httptools ends such a request after its headers, so its body would be lost. HTTP clients of the JVM offer HTTP/2
@@ -107,20 +107,30 @@ class _Parser(HttpRequestParser):
     """
 
     def __init__(self, protocol: _Guarded) -> None:
-        super().__init__(protocol)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
         self._protocol = protocol
+        self._parser = self._new()
 
     def feed_data(self, data: Any) -> None:
         while True:
             try:
-                super().feed_data(data)
+                self._parser.feed_data(data)
                 return
             except HttpParserUpgrade as upgrade:
                 head = self._protocol.take_head()
                 if head is None:
                     raise
-                data = head + bytes(data[upgrade.args[0] :])
+                # The old parser ignores all that follows a request which closes the connection.
+                self._parser = self._new()
+                self._parser.feed_data(head)
+                data = memoryview(data)[upgrade.args[0] :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def _new(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        return parser
 
 
 class _Guarded(HttpToolsProtocol):
@@ -131,7 +141,7 @@ class _Guarded(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser = _Parser(self)
+        self.parser = _Parser(self)  # type: ignore[assignment]
         #: request line and headers of a request that offers another protocol, without the offer
         self._head: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -141,6 +151,7 @@ class _Guarded(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
+        self._in_body = False  # its headers are complete
         self._body_began = 0.0
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
@@ -212,7 +223,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading = True
+        self._reading, self._in_body = True, False
         self._header_bytes = self._header_count = self._received = 0
         self._paused = 0.0
 
@@ -223,15 +234,19 @@ class _Guarded(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1
         self._count_header(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._in_body:  # a trailer is no header (RFC 9110, section 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         method = self.parser.get_method()
-        if self.parser.should_upgrade() and method != b"CONNECT":
+        if method == b"CONNECT":
+            raise ValueError("no tunnels here")  # httptools would take its body for the next request
+        if self.parser.should_upgrade():
             lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
             self._head = b"\r\n".join(lines) + b"\r\n\r\n"
             return
+        self._in_body = True
         self._disarm()
         app = self.app
         if self._proxied:
@@ -356,15 +371,16 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        if not self._asked or not self.cycle.response_started or self.cycle.response_complete:
+        answering = self._answering  # not `cycle`, which may be a request behind it
+        if answering is None or not answering.response_started or answering.response_complete:
             body = msgspec.json.encode(error.body())
             lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
             if error.retry_after is not None:
                 lines.append(b"retry-after: %d\r\n" % max(1, round(error.retry_after)))
             lines.append(b"content-length: %d\r\n\r\n" % len(body))
             self.transport.write(b"".join(lines) + body)
-            if self._asked:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+            if answering is not None:
+                answering.disconnected = True
+                answering.message_event.set()
         self._watch()
         self.transport.close()

@@ -116,7 +116,8 @@ def load(
     return parse(data)
 
 
-_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+#: Origins that browsers send: in ASCII and without the default port; `file://` comes from Android's WebView.
+_ORIGIN = re.compile(r"null|file://|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://(?:(?![A-Z/?#@*])[!-~])+")
 
 
 def _choices(path: str) -> tuple[str, ...]:
