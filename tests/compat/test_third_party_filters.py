@@ -122,7 +122,7 @@ def test_prefer_eos_ends_lm_format_enforcer_after_the_object(loaded: Any) -> Non
 class Recorder(ExLlamaV2Filter):
     """Allows everything, and keeps the ids and the text of its tokens by means of torch and the tokenizer."""
 
-    def begin(self, prefix_str: str) -> None:
+    def begin(self, prefix_str: str | bytes | None = "") -> None:
         self.ids = torch.empty((1, 0), dtype=torch.long)
         self.text = ""
 
