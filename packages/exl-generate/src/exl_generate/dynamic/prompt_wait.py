@@ -100,10 +100,6 @@ class PromptWait:
         self._stale = bool(found)
         return found
 
-    def forget(self) -> None:
-        """Forget all prompts: none is left to compute."""
-        self._prompts.clear()
-
     def _all_go(self, jobs: list[ExLlamaV2DynamicJob], decoding: int) -> bool:
         waiting = sum(len(job.sequences) for job in jobs if not self._prompts[job].goes)
         return CROWD * waiting >= decoding

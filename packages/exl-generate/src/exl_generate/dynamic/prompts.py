@@ -65,10 +65,8 @@ class Prompts:
         Returns False if the step computes no prompts, since there are none or all of them wait for others. After an
         interrupt the computed part is kept and the next step computes the rest.
         """
-        if not waiting:
-            self._wait.forget()
-            if not self._pace.limited:
-                return False  # a limit is learned from steps without prompts, too
+        if not waiting and not self._pace.limited:
+            return False  # a limit is learned from steps without prompts, too
         step = _PrefillStep(self)
         budget = left = self._most()
         try:
