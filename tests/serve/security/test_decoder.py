@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from served import children_of
+from sessions import niceness_of_session
 
 from exl_filters.cores import NICENESS
 from exl_serve.config.model import Media
@@ -68,24 +69,21 @@ def test_it_has_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_other_processes_come_before_it() -> None:
     """Also those of other sessions, where the kernel schedules by sessions."""
+    sessions = os.path.exists("/proc/self/autogroup")
 
-    def niceness_of_session(process: object) -> int:
-        session = Path(f"/proc/{process}/autogroup")
-        return int(session.read_text().split()[-1]) if session.exists() else 19
-
-    async def work() -> tuple[int, int, bytes | ServeError]:
+    async def work() -> tuple[int, int | None, bytes | ServeError]:
         reader = MediaReader()
         try:
             found = await decode(reader, part())
             (pid,) = decoders()
-            return os.getpriority(os.PRIO_PROCESS, pid), niceness_of_session(pid), found
+            return os.getpriority(os.PRIO_PROCESS, pid), niceness_of_session(pid) if sessions else None, found
         finally:
             await reader.close()
 
     own, of_session, pixels = asyncio.run(work())
     assert pixels == bytes([10, 20, 30] * 16)
     assert own == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-    assert of_session == min(19, niceness_of_session("self") + NICENESS)
+    assert of_session == (min(19, niceness_of_session("self") + NICENESS) if sessions else None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
