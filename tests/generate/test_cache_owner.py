@@ -12,6 +12,7 @@ import pytest
 import torch
 from internals import has_redirects
 
+from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import (
     ExLlamaV2BaseGenerator,
     ExLlamaV2DynamicGenerator,
@@ -20,6 +21,7 @@ from exl_generate import (
     ExLlamaV2StreamingGenerator,
     JobStateError,
 )
+from exl_generate.bundled import draft_model_dir
 from exl_generate.testing import check_pages, drain, streamed_tokens
 from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel
 from exl_generate.testing.small import PAGE, TOKENIZER, VOCAB, ids, job, naive, speculate
@@ -236,3 +238,78 @@ def test_two_threads_never_have_jobs_in_one_cache() -> None:
         thread.join(timeout=250)  # only a hang takes that long: a busy machine may take many seconds
     assert not wrong
     assert counts == [25, 25]
+
+
+TEXT, OTHER = "Once upon a time there was a little fox who lived in a deep wood", "The bread is in the oven. " * 4
+
+
+@pytest.fixture(scope="module")
+def fable() -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
+    config = ExLlamaV2Config(str(draft_model_dir()))
+    model = ExLlamaV2(config)
+    model.load()
+    return model, ExLlamaV2Tokenizer(config)
+
+
+def complete(kind: type[Any], generator: Any, prompt: str) -> str:
+    if kind is ExLlamaV2StreamingGenerator:
+        generator.begin_stream_ex(generator.tokenizer.encode(prompt), GREEDY)
+        return prompt + "".join(generator.stream_ex()["chunk"] for _ in range(12))
+    if kind is ExLlamaV2BaseGenerator:
+        return str(generator.generate_simple(prompt, GREEDY, 12))
+    return str(generator.generate(prompt, 12, gen_settings=GREEDY))
+
+
+@pytest.mark.covers("generators: page-reuse")
+@pytest.mark.parametrize("write", ["forward", "forward_chunk", "copy_states", "roll_left"])
+@pytest.mark.parametrize("kind", [ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator, ExLlamaV2DynamicGenerator])
+def test_a_write_of_the_caller_drops_cached_prefixes(
+    fable: tuple[ExLlamaV2, ExLlamaV2Tokenizer], kind: type[Any], write: str
+) -> None:
+    """Programs measure perplexity and then generate with the same cache."""
+    model, tokenizer = fable
+    cache, others = ExLlamaV2Cache(model, max_seq_len=256), ExLlamaV2Cache(model, max_seq_len=256)
+    generator = kind(model, cache, tokenizer)
+    expected = complete(kind, generator, TEXT)
+    if write == "forward":
+        model.forward(tokenizer.encode(OTHER), cache)
+    elif write == "forward_chunk":
+        model.forward_chunk(tokenizer.encode(OTHER), cache, attn_params=AttentionParams(1, past_len=0))
+    elif write == "copy_states":
+        model.forward(tokenizer.encode(OTHER), others)
+        others.copy_states(cache, 0, 16, 0, 16, 0, 1, 0, 1)
+    else:
+        cache.roll_left()
+    assert complete(kind, generator, TEXT) == expected
+
+
+@pytest.mark.covers("generators: failing-jobs")
+def test_a_write_of_the_caller_ends_running_jobs(fable: tuple[ExLlamaV2, ExLlamaV2Tokenizer]) -> None:
+    model, tokenizer = fable
+    cache = ExLlamaV2Cache(model, max_seq_len=512)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=1)
+    running, waiting = (
+        ExLlamaV2DynamicJob(tokenizer.encode(TEXT), 12, gen_settings=GREEDY, stop_conditions=[]) for _ in range(2)
+    )
+    generator.enqueue([running, waiting])
+    generator.iterate()
+    model.forward(tokenizer.encode(OTHER), cache)
+    results = drain(generator)
+    check_pages(generator)
+    assert isinstance(results[running][-1]["exception"], JobStateError)
+    assert TEXT + results[waiting][-1]["full_completion"] == complete(ExLlamaV2DynamicGenerator, generator, TEXT)
+
+
+@pytest.mark.covers("generators: page-reuse")
+def test_passes_without_the_cache_keep_cached_prefixes(fable: tuple[ExLlamaV2, ExLlamaV2Tokenizer]) -> None:
+    model, tokenizer = fable
+    cache, others = ExLlamaV2Cache(model, max_seq_len=256), ExLlamaV2Cache(model, max_seq_len=256)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    jobs = [ExLlamaV2DynamicJob(tokenizer.encode(TEXT), 4, gen_settings=GREEDY) for _ in range(2)]
+    for one in jobs:
+        generator.enqueue(one)
+        drain(generator)
+        model.forward(tokenizer.encode(OTHER), others)
+        model.forward(tokenizer.encode(OTHER))
+        cache.copy_states(others, 0, 16, 0, 16, 0, 1, 0, 1)
+    assert jobs[1].cached_tokens == len(tokenizer.encode(TEXT)[0]) - 1

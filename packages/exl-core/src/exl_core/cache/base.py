@@ -14,6 +14,7 @@ from exl_kernels.selection import Card
 from ..axes import RopeOffsets
 from ..device import torch_device
 from ..errors import CacheError, DeviceError, InputError, ModelStateError
+from .writes import record_contiguous_write
 
 if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
@@ -125,6 +126,7 @@ class ExLlamaV2CacheBase:
             device = _name_of(self.fixed_device) if self.fixed_device is not None else device
             pages = self._layers[layer]
             if pages is None or pages.device != torch_device(device):
+                record_contiguous_write(self)
                 self._layers[layer] = self._allocate(device)
             self._places[layer] = device
         self._views.clear()
@@ -237,6 +239,7 @@ class ExLlamaV2CacheBase:
 
         Keys keep the rotation of the position at which they were computed.
         """
+        record_contiguous_write(self)
         for tensor in self.all_tensors():
             tensor.copy_(tensor.roll(-1, dims=1))
         self.current_seq_len = max(self.current_seq_len - 1, 0)
@@ -297,6 +300,8 @@ class ExLlamaV2CacheBase:
         mine, theirs = self.all_tensors(), target.all_tensors()
         if [t.shape[2:] for t in mine] != [t.shape[2:] for t in theirs]:
             raise CacheError("copy_states: the layers, heads or head_dim of the two caches differ")
+        if target is not self:
+            record_contiguous_write(target)
         shares_memory = target is self and to_row <= from_row < to_row + to_rows
         overlaps = shares_memory and abs(from_column - to_column) < from_columns
         copies: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..axes import chunk_end
+from ..cache.writes import record_contiguous_write
 from .arguments import (
     check_context,
     check_ids,
@@ -17,7 +18,7 @@ from .arguments import (
     checked_key_mask,
     chunk_size,
 )
-from .attn_params import AttentionParams
+from .attn_params import AttentionParams, PagedParams
 from .executor import Refused
 from .forward_pass import CheckedPass, check_results
 from .select import select, select_checked
@@ -45,6 +46,8 @@ def forward_all(
     check_last_state(asked.return_last_state)
     if mask is not None:
         checked_key_mask(mask, batch, past, past + q_len)
+    if cache is not None:
+        record_contiguous_write(cache)
     logits: list[Tensor] = []
     state: Tensor | None = None
     begin = 0
@@ -79,7 +82,10 @@ def forward_all(
 
 def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
     """Run one chunk. Returns and raises as `ExLlamaV2.forward_chunk`."""
-    result = select(model, asked).run(model)
+    executor = select(model, asked)
+    if asked.cache is not None and not isinstance(asked.params, PagedParams):
+        record_contiguous_write(asked.cache)
+    result = executor.run(model)
     if isinstance(result, Refused):
         result = select(model, asked, refused=result.reason).run(model)
         assert not isinstance(result, Refused), "only captured steps refuse"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from exl_generate.contracts import TokenizerOf
-from exl_generate.dynamic.cache_owner import owning
+from exl_generate.dynamic.cache_owner import OtherWrites, owning
 from exl_generate.dynamic.columns import StepColumns, check_columns, columns_of
 from exl_generate.dynamic.completion import Completions, build_jobs, reusable
 from exl_generate.dynamic.context import JobContext
@@ -64,7 +64,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
 
     The generator owns its caches while its jobs are queued or running: until they have ended, `enqueue` of another
     generator on the same cache raises `JobStateError`. Generators may take turns, but each change of owner drops the
-    cached prefixes. Call `reset_page_table` after a `forward` of your own that writes into the cache.
+    cached prefixes. So does a `model.forward` of your own that writes into a cache; it ends running jobs with
+    `JobStateError`. Call `reset_page_table` after a paged pass of your own.
 
     A Ctrl-C is raised at the end of the step. No token is lost or doubled, however many arrive: the next call resumes.
     From the second one on they also interrupt a filter or hook, which ends its job, and a forward pass on the CPU,
@@ -181,6 +182,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._context = JobContext(model, cache, tokenizer, self.page_table, drafts, drafter.new_acceptance)
         self._scheduler = Scheduler(self._context, limits.max_batch_size, limits.max_seq_len)
         self._outbox = Outbox()
+        self._caches = [cache] if draft_cache is None else [cache, draft_cache]
+        self._other_writes = OtherWrites(self._caches)
         runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
         pace = PromptPace(target_step_seconds, limits.max_chunk_size, limits.page_size)
         deliver = self._outbox.deliver
@@ -561,8 +564,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
                     job.attach(self._context, serial)
                     self._scheduler.check(job)
                 section.deliver()
-                caches = [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
-                with owning(self, caches):
+                with owning(self, self._caches):
                     self.job_serial += len(jobs)
                     if sink is not None:
                         self._outbox.redirect(jobs, sink)
@@ -585,6 +587,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
     def _step(self) -> None:
         if self._discards:
             self._drop_discarded()
+        if not self._in_step and self._other_writes.any_new():
+            self._lose_pages()
         was, self._in_step = self._in_step, True
         try:
             if self._context.update_arrangement():
@@ -597,6 +601,18 @@ class ExLlamaV2DynamicGenerator(PageViews):
             self._in_step = was
             if self._discards:
                 self._drop_discarded()
+
+    def _lose_pages(self) -> None:
+        """End the running jobs and forget all pages: a pass of the caller has written into a cache."""
+        self._engine.drop_prelaunched()
+        for job in [*self._scheduler.active]:
+            error = JobStateError(
+                "a pass outside the generator, such as model.forward, has written into its cache while the job ran; "
+                "enqueue a new job, and give such passes a cache of their own"
+            )
+            self._outbox.deliver([job.fail(error)])
+            self._drop(job)
+        self.page_table.reset()
 
     def _drop_discarded(self) -> None:
         """Remove the jobs that `discard` has marked. A running step does so at its end."""
