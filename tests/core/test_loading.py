@@ -197,6 +197,32 @@ def test_other_float_types(lab: Any, tmp_path: Path, dtype: torch.dtype) -> None
     assert float(error) < (0.2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.covers("core: rope-tables")
+@pytest.mark.parametrize("way", ["load", "module by module", "load again"])
+@pytest.mark.parametrize(("name", "value"), [("scale_alpha_value", 3.0), ("rotary_embedding_base", 1e6)])
+def test_settings_of_the_rotation_may_change_until_the_model_is_loaded(
+    lab: Any, way: str, name: str, value: float
+) -> None:
+    folder = lab.write()
+    before, after = ExLlamaV2Config(folder), ExLlamaV2Config(folder)
+    setattr(before, name, value)
+    expected, model = ExLlamaV2(before), ExLlamaV2(after)
+    expected.load()
+    if way == "load again":
+        model.load()
+        plain = model.content_digest
+        model.unload()
+    setattr(after, name, value)
+    model.load(lazy=way == "module by module")
+    for index in range(0 if model.loaded else len(model.modules)):
+        model.load_module(index)
+    ids = lab.ids(1, 40)
+    assert torch.equal(model.forward(ids), expected.forward(ids))
+    assert model.content_digest == expected.content_digest
+    if way == "load again":
+        assert model.content_digest != plain
+
+
 def test_no_tensors_config_cannot_load(lab: Any) -> None:
     config = ExLlamaV2Config()
     config.model_dir = str(lab.write())

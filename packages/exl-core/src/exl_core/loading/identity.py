@@ -60,13 +60,18 @@ class ModelIdentity:
 
     Args:
         config: configuration of the model.
-        modules: as the configuration has them, whose settings are those of now.
+        modules: as the configuration has them.
     """
 
     def __init__(self, config: ExLlamaV2Config, modules: Sequence[object]) -> None:
         self._config, self._built, self._settings = config, list(modules), settings_of(config)
         self._digest: tuple[Checkpoint | None, bytes] | None = None
         self._foreign: tuple[Sequence[object], bytes] | None = None  # an arrangement with replaced modules, its digest
+
+    def read_settings(self) -> None:
+        """Read the settings of the configuration again, which may change until the model is loaded."""
+        if (settings := settings_of(self._config)) != self._settings:
+            self._settings, self._digest = settings, None
 
     def digest(self, arrangement: Sequence[object]) -> bytes:
         """Return the 16 bytes of the model with these modules: unique ones for each list that has replaced modules."""

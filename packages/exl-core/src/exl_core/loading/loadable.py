@@ -339,6 +339,9 @@ class LoadableModel:
         return plan_modules(self.config, modules, places, cache, gpu_split, reserve, last_id_only)
 
     def _place(self, names: Sequence[str]) -> None:
+        # Settings of the rotation may change after the model is made, as long as it is not loaded.
+        self.rope, self.rope_alt = self._rope_tables()
+        self._identity.read_settings()
         self.placement = Placement(list(names), self.config.arch.float_residual)
         self.device = self.placement.device(len(self.modules) - 1)
         self.set_cache_map()
