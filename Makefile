@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak bench-serve test-cuda test-emulated cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak bench-serve test-cuda test-emulated test-emulated-hopper cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -94,6 +94,14 @@ test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on
 	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_prompt.py -k "tile and options0 and (64 or 128 or 256) or masks or later_blocks"
 	EXL_PTX_UNWRITTEN=error EXL_SANITIZER=ptx $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_sampling.py -k "equals_cpu and (33 or flat) or cuts_tails"
 	$(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_teams.py tests/kernels/test_cuda_attention_windows.py tests/core/test_cuda_unlike_layers.py tests/core/test_cuda_kernel_uses.py tests/core/test_cuda_captured_families.py
+
+# These kernels load padding that nobody writes, so EXL_PTX_UNWRITTEN is not set.
+test-emulated-hopper: export EXL_PTX_CARD = h100
+test-emulated-hopper:  ## the same as an H100, with wgmma (needs a build with 90a+ptx)
+	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
+	$(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py) tests/kernels/test_cuda_linear.py::test_each_number_of_columns_has_a_kernel
+	EXL_SANITIZER=ptx $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_wide_linear.py -k "several and False or residual or one_launch"
+	$(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/core/test_cuda_unlike_layers.py tests/core/test_cuda_kernel_uses.py tests/core/test_cuda_captured_families.py
 
 cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs

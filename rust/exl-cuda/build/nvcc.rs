@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::archs::number_of;
-use crate::features::feature_of;
+use crate::features::{feature_of, is_specific};
 use crate::kernels;
 use crate::rows::{FEW_ROWS, GEMV_ROWS};
 
@@ -72,7 +72,7 @@ impl Nvcc {
             let headers = kernels::headers_of(&text)?;
             let feature = feature_of(&file.to_string());
             let usable = |arch: &&String| {
-                feature.is_none_or(|feature| feature.in_code(number_of(arch), arch.ends_with('a')))
+                feature.is_none_or(|feature| feature.in_code(number_of(arch), is_specific(arch)))
             };
             for arch in archs.iter().filter(usable) {
                 let mut hasher = DefaultHasher::new();

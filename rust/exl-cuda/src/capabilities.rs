@@ -2,7 +2,7 @@
 //!
 //! A module built for `80+ptx` runs on an H100, but has no bulk-copy, cluster and wgmma kernels there.
 
-use crate::features::Feature;
+use crate::features::{Feature, is_specific};
 
 /// Capabilities that decide which kernels a card can run, and in what shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,7 +154,7 @@ impl Capabilities {
         Self {
             compute,
             code: chosen.map_or(0, number),
-            specific: chosen.is_some_and(|arch| arch.ends_with('a')),
+            specific: chosen.is_some_and(is_specific),
             sms,
             shared_per_block,
         }
@@ -246,7 +246,7 @@ fn number(arch: &str) -> i32 {
 /// cards.
 fn runs_on(arch: &str, (major, minor): (i32, i32)) -> bool {
     let number = number(arch);
-    if arch.ends_with('a') {
+    if is_specific(arch) {
         number == major * 10 + minor
     } else if arch.ends_with("+ptx") {
         number <= major * 10 + minor
@@ -261,7 +261,7 @@ pub(crate) fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a s
         .iter()
         .copied()
         .filter(|arch| runs_on(arch, compute))
-        .max_by_key(|arch| (!arch.ends_with("+ptx"), number(arch), arch.ends_with('a')))
+        .max_by_key(|arch| (!arch.ends_with("+ptx"), number(arch), is_specific(arch)))
 }
 
 /// The architecture that a build only for a card of this compute capability compiles.
@@ -298,6 +298,7 @@ pub(crate) mod tests {
                 && runs_on("120+ptx", (13, 0))
                 && !runs_on("120+ptx", (9, 0))
         );
+        assert!(runs_on("90a+ptx", (9, 0)) && !runs_on("90a+ptx", (10, 0)));
         assert!(!Capabilities::of((9, 0), 132, 0, &[]).runs());
     }
 
@@ -349,6 +350,7 @@ pub(crate) mod tests {
             [Feature::BulkCopy, Feature::Clusters, Feature::Wgmma].map(|f| card.has(f))
         };
         assert_eq!(features(card("H100", &["90a"])), [true; 3]);
+        assert_eq!(features(card("H100", &["90a+ptx"])), [true; 3]);
         assert_eq!(features(card("H100", &["90"])), [true, true, false]);
         assert_eq!(features(card("H100", &["80+ptx"])), [false; 3]);
         assert_eq!(features(card("H100", &["90", "90a"])), [true; 3]);

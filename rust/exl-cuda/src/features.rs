@@ -35,6 +35,11 @@ impl Feature {
     }
 }
 
+/// Whether the code of an architecture runs on cards of this one capability only: `90a`, and its PTX (`90a+ptx`).
+pub fn is_specific(arch: &str) -> bool {
+    arch.trim_end_matches("+ptx").ends_with('a')
+}
+
 /// The feature that all kernels of `file` need; None: they run on every supported card.
 pub fn feature_of(file: &str) -> Option<Feature> {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));

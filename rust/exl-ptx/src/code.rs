@@ -177,6 +177,13 @@ pub struct Product {
     pub saturate: bool,
 }
 
+/// `wgmma`: 64 rows of A, a warp's 16 of them from its registers or all from shared memory.
+#[derive(Clone, Copy, Debug)]
+pub struct WarpgroupProduct {
+    pub shape: Product,
+    pub a_in_registers: bool,
+}
+
 /// An addition or subtraction with the carry flag (`add.cc`, `addc`, `sub.cc`, `subc`).
 #[derive(Clone, Copy, Debug)]
 pub struct Carry {
@@ -310,8 +317,11 @@ pub enum Op {
     ToGeneric(Space),
     FromGeneric(Space),
     IsSpace(Space),
-    WarpgroupProduct(Product, bool, bool),
+    WarpgroupProduct(WarpgroupProduct),
+    WarpgroupCommit,
     WarpgroupWait,
+    /// Makes ordinary stores to shared memory visible to matrix instructions and bulk copies.
+    ProxyFence,
     /// Let others run.
     Yield,
     /// Wait for the previous kernel.
@@ -355,6 +365,8 @@ pub struct Kernel {
     pub dynamic_at: usize,
     pub local_bytes: usize,
     pub min_blocks: usize,
+    /// Whether it has `wgmma`.
+    pub has_warpgroup_products: bool,
     /// The text of every instruction's line, for messages.
     pub lines: std::sync::Arc<Vec<String>>,
 }

@@ -306,6 +306,15 @@ fn unit(kernel: &Kernel, launch: &Launch, threads: u32, shared: usize, number: u
             mbarriers: std::collections::HashMap::new(),
             threads,
             live: threads,
+            reads: Vec::new(),
+            writers: vec![
+                0;
+                if kernel.has_warpgroup_products {
+                    shared
+                } else {
+                    0
+                }
+            ],
         });
     }
     unit

@@ -1,6 +1,7 @@
 //! Address spaces: known ranges of global memory, the shared memory of a block, windows of generic addresses.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// First address of a block's shared memory; the cards reserve as much, and a null pointer is then out of bounds.
 pub const SHARED_START: usize = 1024;
@@ -108,6 +109,16 @@ pub const KNOWN: u8 = 1;
 /// An asynchronous copy to it has not been waited for.
 pub const COMING: u8 = 2;
 
+/// Written by ordinary stores, and not yet visible to matrix instructions of a warpgroup (kernels that have them).
+pub const UNFENCED: u8 = 3;
+
+/// Bytes of shared memory that a matrix instruction of a warpgroup may still read.
+pub struct Reading {
+    pub warp: u32,
+    pub group: u32,
+    pub range: Range<usize>,
+}
+
 /// A block's state besides its warps.
 pub struct Block {
     pub index: [u32; 3],
@@ -121,9 +132,25 @@ pub struct Block {
     pub threads: u32,
     /// Threads that have not exited.
     pub live: u32,
+    pub reads: Vec<Reading>,
+    /// The thread that wrote each byte; empty in kernels without matrix instructions of warpgroups.
+    pub writers: Vec<u16>,
 }
 
 impl Block {
+    /// Check that no matrix instruction may still read bytes that are about to be written.
+    pub fn check_write(&self, range: &Range<usize>) -> Result<(), String> {
+        let overlaps =
+            |read: &&Reading| read.range.start < range.end && range.start < read.range.end;
+        match self.reads.iter().find(overlaps) {
+            Some(read) => Err(format!(
+                "write at offset {} of shared memory, which a matrix instruction of warp {} may still read",
+                range.start, read.warp
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// Complete a named barrier if enough threads have arrived. Returns whether it did.
     pub fn complete(&mut self, id: usize) -> bool {
         let (threads, live) = (self.threads, self.live);

@@ -4,7 +4,7 @@ use super::{Event, Source, split};
 use crate::code::{Bulk, Instruction};
 use crate::grid::World;
 use crate::lanes::Type;
-use crate::memory::{KNOWN, read, write};
+use crate::memory::{KNOWN, UNFENCED, read, write};
 use crate::warp::{Warp, lanes_of};
 
 /// A bulk store that has begun: source in shared memory, target in global memory.
@@ -183,12 +183,17 @@ impl Warp {
             let start = Self::shared(world, self.block, store.from, store.bytes, "bulk store")?;
             let block = &world.blocks[self.block];
             let range = start..start + store.bytes as usize;
-            if block.known[range.clone()]
+            if let Some(state) = block.known[range.clone()]
                 .iter()
-                .any(|&state| state != KNOWN)
+                .find(|&&state| state != KNOWN)
             {
+                let why = if *state == UNFENCED {
+                    "was written without a `fence.proxy.async` behind it"
+                } else {
+                    "was not written"
+                };
                 return Err(format!(
-                    "bulk store of shared memory that was not written\n  begun at {}",
+                    "bulk store of shared memory that {why}\n  begun at {}",
                     world.kernel.describe(store.pc)
                 ));
             }

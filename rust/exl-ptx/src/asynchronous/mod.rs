@@ -96,7 +96,9 @@ impl Warp {
         {
             for &block in blocks {
                 let start = Self::shared(world, block, *to, *bytes, "asynchronous copy")?;
-                world.blocks[block].known[start..start + *bytes as usize].fill(COMING);
+                let range = start..start + *bytes as usize;
+                world.blocks[block].check_write(&range)?;
+                world.blocks[block].known[range].fill(COMING);
             }
             if let Source::Global(from) = data {
                 Self::global(world, *from, u64::from(*bytes), "bulk copy")?;

@@ -68,6 +68,9 @@ impl<'d, 'a> Line<'d, 'a> {
                 Ok((Op::Move, Participants::None, vec![self.value(0)?], policy))
             }
             "griddepcontrol" if self.suffixes.has("wait") => Ok(alone(Op::GridWait)),
+            "fence" if self.suffixes.has("proxy") && self.suffixes.has("async") => {
+                Ok(alone(Op::ProxyFence))
+            }
             "nanosleep" => Ok(alone(Op::Yield)),
             "griddepcontrol" | "membar" | "fence" | "prefetch" | "prefetchu" | "applypriority"
             | "discard" | "setmaxnreg" | "pmevent" => Ok(alone(Op::Nothing)),

@@ -2,7 +2,7 @@
 
 use super::Decoded;
 use super::line::{Line, unknown};
-use crate::code::{Element, Matrices, Op, Participants, Product};
+use crate::code::{Element, Matrices, Op, Participants, Product, WarpgroupProduct};
 use crate::lanes::Suffixes;
 use crate::parse::Operand;
 
@@ -46,14 +46,23 @@ impl Line<'_, '_> {
         Ok((op, Participants::Warp, self.values(0)?, self.all(1)?))
     }
 
+    /// `wgmma`.
     pub(super) fn warpgroup(&self) -> Result<Decoded, String> {
         let s = self.suffixes;
         let participants = Participants::Warp;
-        if s.has("fence") || s.has("commit_group") {
+        if s.has("fence") {
             return Ok((Op::Nothing, participants, vec![], vec![]));
         }
+        if s.has("commit_group") {
+            return Ok((Op::WarpgroupCommit, participants, vec![], vec![]));
+        }
         if s.has("wait_group") {
-            return Ok((Op::WarpgroupWait, participants, vec![], vec![]));
+            return Ok((
+                Op::WarpgroupWait,
+                participants,
+                vec![],
+                vec![self.value(0)?],
+            ));
         }
         if !s.has("mma_async") {
             return unknown();
@@ -63,13 +72,11 @@ impl Line<'_, '_> {
         let mut from = sums.clone();
         from.extend(self.all(1)?);
         let a_in_registers = matches!(self.operand(1)?, Operand::Vector(_));
-        // Behind scale-d, the signs of A and B; halves then say whether A and B are transposed.
-        Ok((
-            Op::WarpgroupProduct(shape, a_in_registers, false),
-            participants,
-            sums,
-            from,
-        ))
+        let op = Op::WarpgroupProduct(WarpgroupProduct {
+            shape,
+            a_in_registers,
+        });
+        Ok((op, participants, sums, from))
     }
 }
 

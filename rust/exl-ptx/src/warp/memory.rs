@@ -5,8 +5,8 @@ use crate::code::{Access, Instruction, Space, Update};
 use crate::grid::World;
 use crate::lanes::{Lanes, Type};
 use crate::memory::{
-    COMING, KNOWN, LOCAL_WINDOW, PARAM_WINDOW, RANK_SHIFT, SHARED_START, SHARED_WINDOW, WINDOW,
-    read, write,
+    COMING, KNOWN, LOCAL_WINDOW, PARAM_WINDOW, RANK_SHIFT, SHARED_START, SHARED_WINDOW, UNFENCED,
+    UNKNOWN, WINDOW, read, write,
 };
 
 /// A load or store of one lane at an address of a space that is not generic.
@@ -139,7 +139,7 @@ impl Warp {
         if loads {
             if let Some(bad) = block.known[at..at + bytes]
                 .iter()
-                .position(|&state| state == COMING || (state != KNOWN && world.launch.strict))
+                .position(|&state| state == COMING || (state == UNKNOWN && world.launch.strict))
             {
                 let state = block.known[at + bad];
                 return Err(format!(
@@ -152,7 +152,13 @@ impl Warp {
                 ));
             }
         } else {
-            block.known[at..at + bytes].fill(KNOWN);
+            block.check_write(&(at..at + bytes))?;
+            if block.writers.is_empty() {
+                block.known[at..at + bytes].fill(KNOWN);
+            } else {
+                block.known[at..at + bytes].fill(UNFENCED);
+                block.writers[at..at + bytes].fill((self.number * 32) as u16 + lane as u16);
+            }
         }
         // SAFETY: inside of the vector, as checked.
         Ok(unsafe { block.shared.as_mut_ptr().add(at) })

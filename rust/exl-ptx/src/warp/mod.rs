@@ -7,6 +7,7 @@ mod matrices;
 mod memory;
 mod operate;
 mod values;
+mod warpgroup;
 
 use crate::code::{Instruction, Kernel, Participants};
 use crate::grid::World;
@@ -63,6 +64,8 @@ pub struct Warp {
     /// Bulk stores that have not been waited for, as (group, action).
     pub stores: Vec<crate::asynchronous::Store>,
     pub store_groups: [u32; 32],
+    /// Groups of warpgroup matrix instructions that the warp has closed.
+    pub product_group: u32,
     pub cluster_arrived: u32,
     /// Generation of the cluster's barrier at the last arrival.
     pub cluster_at: u64,
@@ -111,6 +114,7 @@ impl Warp {
             groups: [0; 32],
             stores: Vec::new(),
             store_groups: [0; 32],
+            product_group: 0,
             cluster_arrived: 0,
             cluster_at: 0,
         }

@@ -74,6 +74,10 @@ impl Warp {
             Op::StoreMatrix(matrices) => self.store_matrices(world, matrices, i)?,
             Op::MoveMatrix => self.transpose_matrix(world, i, exec),
             Op::Product(shape) => self.multiply(world, &shape, i, exec)?,
+            Op::WarpgroupProduct(product) => self.warpgroup_multiply(world, &product, i, exec)?,
+            Op::WarpgroupCommit => self.product_group += 1,
+            Op::WarpgroupWait => self.wait_for_products(world, i),
+            Op::ProxyFence => self.fence_proxies(world, exec),
 
             // Copies that complete later.
             Op::Copy(copy) => self.begin_copies(world, copy, i, pc, exec)?,
@@ -84,9 +88,6 @@ impl Warp {
             Op::Bulk(kind, to, from) => self.bulk(world, i, (pc, exec), kind, (to, from))?,
             Op::StoreAsync(ty, count, offset) => {
                 self.store_async(world, (ty, count, offset), i, exec)?;
-            }
-            Op::WarpgroupProduct(..) | Op::WarpgroupWait => {
-                return Err("wgmma is not supported".to_owned());
             }
         }
         Ok(Flow::Next)
