@@ -32,7 +32,7 @@ def test_options_exist() -> None:
     assert named - known == set()
 
 
-def test_options_that_a_command_lacks_are_said_to_be_missing() -> None:
+def test_options_that_the_guide_calls_missing_are_missing() -> None:
     assert {"--tp"} & (options_of("chat") | options_of("serve")) == set()
     assert {"--tp"} <= options_of("generate") & options_of("bench")
     assert not any("grammar" in option for verb in VERBS for option in options_of(verb))

@@ -240,7 +240,7 @@ def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[d
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
 @pytest.mark.covers("generators: page-publication", "generators: random-numbers", "generators: failing-jobs")
-def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
+def test_interrupts_at_any_moment_change_no_results(how: str) -> None:
     """A job whose filter is interrupted ends there; all others give the text that they give undisturbed."""
 
     def new() -> ExLlamaV2DynamicGenerator:
@@ -272,7 +272,7 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
 
 
 @pytest.mark.covers("generators: generate-isolation")
-def test_generate_in_a_storm_leaves_nothing_behind() -> None:
+def test_generate_with_many_interrupts_leaves_no_jobs_and_pages() -> None:
     want = make().generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
     generator, got, told = make(), 0, 0
     interrupts, texts = trials(300, 80), trials(20, 6)
@@ -302,7 +302,7 @@ def test_generate_in_a_storm_leaves_nothing_behind() -> None:
     assert generator.iterate() == []
 
 
-def test_enqueue_cancel_and_clear_in_a_storm() -> None:
+def test_enqueue_cancel_and_clear_with_many_interrupts() -> None:
     generator = make()
     refused = queued = 0
     enough = trials(60, 15)
@@ -341,7 +341,7 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.covers("generators: stream-results", "generators: stream-abort")
-def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
+def test_a_stream_with_many_interrupts_gives_the_same_results(older: bool) -> None:
     def new() -> ExLlamaV2StreamingGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
         return ExLlamaV2StreamingGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER)

@@ -124,7 +124,7 @@ def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
         gc.enable()
 
 
-def test_a_storm_of_interrupts_leaves_the_pool_as_it_was() -> None:
+def test_many_interrupts_do_not_change_the_pool() -> None:
     skip_unless_with_is_safe()
     dice, raised, armed = random.Random(5), 0, [False]
     with pool_of(3) as pool:
