@@ -17,7 +17,18 @@ from typing import Any
 
 from http_load import HEAD
 
-__all__ = ["CHAT", "KINDS", "ask", "beside", "completion", "events", "message", "png", "repeated", "schema"]
+__all__ = [
+    "CHAT",
+    "KINDS",
+    "ask",
+    "clients_in_background",
+    "completion",
+    "events",
+    "message",
+    "png",
+    "repeated",
+    "schema",
+]
 
 CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
 KINDS = ("all", "readers", "senders", "schemas")
@@ -91,22 +102,22 @@ def schema(fields: int, seed: int) -> dict[str, Any]:
 
 
 @contextmanager
-def beside(kind: str, port: int) -> Iterator[None]:
-    """Run clients in a process of their own: "ordinary" ones, or a kind of hostile ones."""
+def clients_in_background(kind: str, port: int) -> Iterator[None]:
+    """Run clients in another process: "ordinary" ones, or a kind of hostile ones."""
     spawn = multiprocessing.get_context("spawn")
     begun = spawn.Event()
-    process = spawn.Process(target=_beside, args=(kind, port, begun), daemon=True)
+    process = spawn.Process(target=_run_clients, args=(kind, port, begun), daemon=True)
     process.start()
     try:
         if not begun.wait(START_SECONDS):
-            raise RuntimeError("the clients beside did not start")
+            raise RuntimeError("the clients in the background did not start")
         yield
     finally:
         process.terminate()
         process.join()
 
 
-def _beside(kind: str, port: int, begun: Any) -> None:
+def _run_clients(kind: str, port: int, begun: Any) -> None:
     asyncio.run(_clients(kind, port, begun))
 
 

@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bar_clients import CHAT, KINDS, ask, beside, completion, events, message, png, repeated, schema
+from bar_clients import CHAT, KINDS, ask, clients_in_background, completion, events, message, png, repeated, schema
 from host_cost import host_cost
 from http_load import HEAD, percentile
 from loop_lag import lateness
@@ -250,7 +250,7 @@ def hostile(given: Given) -> list[Bar]:
         return percentile([b - a for stamps in own for a, b in itertools.pairwise(stamps)], 0.99)
 
     def near(port: int, kind: str) -> float:
-        with beside(kind, port):
+        with clients_in_background(kind, port):
             return asyncio.run(measured(port))
 
     with serving(streams=128, max_queued_requests=1024) as server:

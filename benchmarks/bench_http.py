@@ -327,18 +327,18 @@ class Both:
         self.generator.reset_page_table()
         self.steps.clear()
         found = alone(self.generator, requests, self.streams, self.floor, at) | {"step_ms": self.steps.taken()}
-        return told("alone", self.streams, at, found)
+        return printed("alone", self.streams, at, found)
 
     def http(
         self, requests: list[dict[str, Any]], workers: int, at: list[float] | None, *, profile: bool = False
     ) -> dict[str, Any]:
         """Run requests through HTTP."""
         self.generator.reset_page_table()
-        return told(f"{workers} workers", self.streams, at, served(self, requests, workers, at, profile=profile))
+        return printed(f"{workers} workers", self.streams, at, served(self, requests, workers, at, profile=profile))
 
 
-def told(way: str, streams: int, at: list[float] | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Print what a run has found, at once: the time on a GPU may end before all runs have. Returns it."""
+def printed(way: str, streams: int, at: list[float] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Print the figures of a run at once, because the time on a GPU may end before all runs have. Returns them."""
     figures = {name: round(found[name], 2) for name in ("seconds", "tok_s", *DELAYS)}
     steps = {name: round(value, 3) for name, value in found["step_ms"].items()}
     kind = f"{streams} streams" if at is None else "arriving"

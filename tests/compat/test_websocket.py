@@ -106,7 +106,7 @@ def test_requests_run_side_by_side_and_stop_ends_the_one_meant(parts: tuple[Any,
     with_client(parts, talk)
 
 
-def test_a_stop_right_behind_a_request_ends_it(parts: tuple[Any, Any]) -> None:
+def test_a_stop_right_after_a_request_ends_it(parts: tuple[Any, Any]) -> None:
     """Both come in one piece, so that the second is there before anything of the first has begun."""
 
     async def talk(client: ClientConnection) -> None:

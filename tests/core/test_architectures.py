@@ -211,7 +211,7 @@ def test_every_architecture_has_a_comparison() -> None:
     compared = [a for a in supported_architectures() if f'"{a}"' in text or a in FAMILIES]
     same = [replace(SUPPORTED[a], name="") for a in compared]  # another name of a family that was
     missing = [a for a in supported_architectures() if a not in compared and replace(SUPPORTED[a], name="") not in same]
-    assert not missing
+    assert not missing, "add a Case to test_against_transformers.py or a Family to FAMILIES"
 
 
 # ------------------------------------------------------------------------------------------------------ spellings
@@ -518,4 +518,4 @@ def test_a_wrapper_is_not_loaded_without_its_own_name() -> None:
 
 def test_the_documented_table_is_the_code() -> None:
     script = Path(__file__).parents[2] / "scripts" / "architecture_table.py"
-    assert run([str(script), "--check"]).returncode == 0, "run that script"
+    assert run([str(script), "--check"]).returncode == 0, f"run {script}"

@@ -140,7 +140,7 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cuda
-def test_captured_steps_behind_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_after_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise identical to eager steps, and close to the CPU's."""
     expected = steps_over_pages(loaded_on("cpu", folder, monkeypatch))
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")

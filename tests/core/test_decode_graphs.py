@@ -116,7 +116,7 @@ def test_a_short_prompt_is_stored_by_a_captured_step(
 
 
 @pytest.mark.parametrize(("passes", "eager"), [(None, 4), ("3", 3), ("0", 99)])
-def test_so_many_prompts_of_a_size_are_not_captured(
+def test_first_prompts_of_a_size_are_not_captured(
     model: ExLlamaV2, passes: str | None, eager: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(PROMPTS_VARIABLE)

@@ -313,7 +313,7 @@ def test_paged_batch_of_unequal_lengths(model: ExLlamaV2, ids: torch.Tensor) -> 
     torch.testing.assert_close(step["logits"][:, 0], torch.stack([expected[0][29], expected[1][21]]))
 
 
-def test_block_table_entries_behind_the_end_are_not_read(model: ExLlamaV2, ids: torch.Tensor) -> None:
+def test_block_table_entries_after_the_end_are_not_read(model: ExLlamaV2, ids: torch.Tensor) -> None:
     cache = ExLlamaV2Cache(model, max_seq_len=64)
     a = paged(model, cache, ids[:1, :10], [[2, -1, 99]], [0])
     b = paged(model, cache, ids[:1, :10], [[2]], [0])
@@ -457,7 +457,7 @@ class OtherCache:
         return getattr(self._cache, name)
 
 
-def test_a_cache_is_what_has_the_members_of_one(model: ExLlamaV2, ids: torch.Tensor) -> None:
+def test_an_object_with_the_members_of_a_cache_is_a_cache(model: ExLlamaV2, ids: torch.Tensor) -> None:
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
     other: Any = OtherCache(ExLlamaV2Cache(model, max_seq_len=64, batch_size=len(ids)))
     assert torch.equal(model.forward(ids, other), want)
@@ -543,7 +543,7 @@ def test_errors_come_before_the_first_chunk_is_stored(lab: Any, ids: torch.Tenso
 
 
 @pytest.mark.covers("core: forward-checks")
-def test_the_state_behind_the_final_norm(lab: Any) -> None:
+def test_the_hidden_state_after_the_final_norm(lab: Any) -> None:
     """return_last_state="normed": what the head reads, with logits, without them and with the last ones alone."""
     model = lab.load(lab.write())
     ids = lab.ids(2, 9)

@@ -153,7 +153,7 @@ def write_adapter(folder: Path, factor: float = 1.0, alpha: int = 8) -> Path:
     return folder
 
 
-def test_adapters_are_what_they_hold_and_how_strong_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_identified_by_content_and_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu")
     model = ExLlamaV2(ExLlamaV2Config(FOLDER))
     model.load()

@@ -114,7 +114,7 @@ def test_token_by_token_and_back(pair: Pair, images: list[Any], prompt: Tensor, 
 
 
 @pytest.mark.parametrize("made", [ExLlamaV2Cache, ExLlamaV2Cache_TP])
-def test_a_clone_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt: Tensor, made: Any) -> None:
+def test_a_clone_continues_after_its_images(pair: Pair, images: list[Any], prompt: Tensor, made: Any) -> None:
     cache = made(pair.ours, max_seq_len=256)
     begin = prompt.shape[1] - len(LAST)
     pair.ours.forward(prompt[:, :begin], cache, preprocess_only=True, indexed_embeddings=images)
@@ -123,7 +123,7 @@ def test_a_clone_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt
     assert torch.equal(pair.ours.forward(prompt[:, begin:], other), expected)
 
 
-def test_a_row_copied_from_another_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt: Tensor) -> None:
+def test_a_copied_row_continues_after_its_images(pair: Pair, images: list[Any], prompt: Tensor) -> None:
     """Positions are not places: what the source knows of that goes along."""
     begin = prompt.shape[1] - len(LAST)
     whole = pair.ours.forward(prompt, indexed_embeddings=images)[:, begin:]

@@ -96,7 +96,7 @@ def noted(submit, submitted):
 
 
 @pytest.mark.parametrize("what", ["feed", "rewind", "begin", "close", "copy", "status"])
-def test_whatever_comes_waits_and_nothing_is_stale(pool, what, monkeypatch):
+def test_every_call_waits_and_no_mask_is_stale(pool, what, monkeypatch):
     s = stack(Slow())
     submitted: list[Any] = []
     s.feed(0)

@@ -82,7 +82,7 @@ def test_as_many_ids_as_words_are_ids_when_in_order():
     assert bits.to_ids(stack(Answers(ids)).next_mask()) == ids.tolist()
 
 
-def test_nothing_allowed_is_a_dead_end_whatever_holds_it():
+def test_nothing_allowed_is_a_dead_end_in_any_container():
     answers: list[Any] = [[], set(), np.array([]), np.zeros(258, dtype=bool), *EMPTY]
     for empty in answers:
         s = stack(Answers(empty))

@@ -436,7 +436,7 @@ def test_the_mask_taken_as_it_is_equals_the_mask_put_together(source, stops):
         assert quick.next()[0]
 
 
-def test_a_vocabulary_goes_when_nobody_holds_it():
+def test_a_vocabulary_without_references_is_freed():
     """llguidance's tables of a large vocabulary are 100 MB; a server that changes models must not keep them."""
     vocab = Vocabulary([*(bytes([i]) for i in range(256)), None], eos_token_id=256, special_ids=[256])
     f = ExLlamaV2GrammarFilter(None, vocab, json_schema={"type": "object"})

@@ -187,7 +187,7 @@ def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
 
 
 @pytest.mark.covers("generators: failing-jobs", "generators: async")
-def test_a_refused_or_failing_job_disturbs_nobody() -> None:
+def test_a_refused_or_failing_job_disturbs_no_other_job() -> None:
     async def main() -> None:
         async with make() as generator:
             poison = TOKENIZER.single_id("q")

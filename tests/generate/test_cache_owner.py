@@ -89,7 +89,7 @@ def streamed_tokens_of(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2Dynam
     return streamed_tokens(drain(generator)[one])
 
 
-def test_cancelled_cleared_and_forgotten_generators_are_in_nobodys_way() -> None:
+def test_cancelled_cleared_and_forgotten_generators_block_no_other() -> None:
     model, cache = parts()
     first, second, third = on(model, cache), on(model, cache), on(model, cache)
     one = job("the fox", 9)
@@ -143,7 +143,7 @@ def test_a_drafting_generator_that_nobody_uses_is_gone_without_a_garbage_collect
         gc.enable()
 
 
-def test_one_that_is_held_refuses_behind_one_that_is_not() -> None:
+def test_a_held_cache_refuses_also_after_one_that_is_not_held() -> None:
     (model, cache), (draft, draft_cache) = parts(), parts()
     lost, held = on(model, cache), on(draft, draft_cache)
     both = on(model, cache, draft_model=draft, draft_cache=draft_cache)

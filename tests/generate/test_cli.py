@@ -55,7 +55,7 @@ def test_generate_honours_stops_and_bans(exl) -> None:
     assert "import" not in banned
 
 
-def test_generate_with_guesses_says_the_same(exl) -> None:
+def test_generate_with_drafts_gives_the_same_text(exl) -> None:
     common = ("generate", "One rainy day,", "-n", "40", "--seed", "3", "--json")
     plain, draft, ngram = (json.loads(exl(*common, *extra)[1]) for extra in ((), ("--draft", "bundled"), ("--ngram",)))
     assert plain["completion"] == draft["completion"] == ngram["completion"]
@@ -166,7 +166,7 @@ def test_chat_keeps_history_and_obeys_commands(exl, chat_model: str) -> None:
     assert "unknown command /nonsense" in err
 
 
-def test_chat_says_what_it_leaves_out(exl, chat_model: str) -> None:
+def test_chat_reports_the_messages_that_it_leaves_out(exl, chat_model: str) -> None:
     talk = "".join(f"message number {i} about reading files\n" for i in range(12))
     code, _, err = exl("chat", "-m", chat_model, "-n", "20", "--cache-tokens", "256", "--seed", "1", stdin=talk)
     assert code == 0

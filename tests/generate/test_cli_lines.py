@@ -114,7 +114,7 @@ def test_a_long_history_loses_its_oldest_entries(sent, tmp_path: Path, monkeypat
     assert [found.name for found in tmp_path.iterdir()] == ["chat_history"]
 
 
-def test_nobody_without_a_home_has_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

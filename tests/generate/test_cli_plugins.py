@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -60,3 +61,12 @@ def test_a_broken_package_breaks_its_command_alone(installed, value: str) -> Non
 def test_built_in_commands_stay(installed) -> None:
     installed("info", "plugin_of_a_test:extra")
     assert "hello" not in CliRunner().invoke(app, ["info", "--help"]).output
+
+
+@pytest.mark.parametrize("command", [[], ["chat"], ["info"], ["serve"], ["serve", "key", "new"], ["serve", "ray"]])
+def test_help_shows_no_type_of_flags(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--help"])
+    assert done.exit_code == 0
+    assert "--help" in done.output
+    assert "<bool>" not in done.output
+    assert re.search(r"<(str|path|int|float)\b", done.output) or command == []

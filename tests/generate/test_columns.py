@@ -95,7 +95,7 @@ requests = st.fixed_dictionaries(
 
 @settings(max_examples=trials(40, 12), deadline=None)
 @given(asked=st.lists(requests, min_size=1, max_size=5), how=st.sampled_from(["plain", "ngram", "model"]))
-def test_columns_say_what_the_dicts_say(asked: list[dict[str, Any]], how: str) -> None:
+def test_columns_equal_the_dicts(asked: list[dict[str, Any]], how: str) -> None:
     def jobs() -> list[ExLlamaV2DynamicJob]:
         return [job(**one, gen_settings=ExLlamaV2Sampler.Settings(temperature=2.0, top_k=0, top_p=0)) for one in asked]
 

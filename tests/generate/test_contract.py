@@ -169,7 +169,7 @@ def test_filters_work_in_threads_to_the_same_tokens() -> None:
 
 
 @pytest.mark.covers("generators: failing-jobs", "generators: filter-masks")
-def test_a_failure_in_a_thread_and_a_cancel_meanwhile_disturb_nobody() -> None:
+def test_a_failure_in_a_thread_and_a_cancel_disturb_no_other_job() -> None:
     names: list[str] = []
     everything = set(range(3, VOCAB))
     generator = make()

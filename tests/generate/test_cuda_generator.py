@@ -131,7 +131,7 @@ def test_generators_that_share_a_model_take_turns() -> None:
     assert [streamed_tokens(found) for found in results] == [tokens for [(tokens, _)] in alone]
 
 
-def test_sixty_four_at_once_say_what_each_says_alone() -> None:
+def test_64_jobs_at_once_give_the_results_of_each_alone() -> None:
     """Logits are bitwise identical at any row of any batch."""
     jobs = [job(at, 4 + at % 13, return_logits=True) for at in range(64)]
     made = generator(max_batch_size=64, tokens=64 * 64)
@@ -151,7 +151,7 @@ def test_sixty_four_at_once_say_what_each_says_alone() -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("counts", [(1, 2, 5), pytest.param((20, 48), marks=pytest.mark.needs("wgmma"))], ids=str)
-def test_pairs_and_drafts_say_what_each_job_says_alone(drafter: str, counts: tuple[int, ...]) -> None:
+def test_pairs_and_drafts_give_the_results_of_each_job_alone(drafter: str, counts: tuple[int, ...]) -> None:
     """Steps of many rows, some of them of a negative prompt, launched early; alone and without drafts, one by one."""
     more: dict[str, Any] = {}
     if drafter == "ngram":
@@ -260,7 +260,7 @@ def test_a_generator_outlives_a_load_that_does_not_fit(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("how", ["layers", "cut"])
 @pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
-def test_a_model_over_two_gpus_says_what_it_says_on_one(how: str, kind: Any) -> None:
+def test_a_model_split_over_two_gpus_gives_the_text_of_one(how: str, kind: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here: this test runs on a machine with two")
     model = loaded("cuda:0,cuda:1", how)

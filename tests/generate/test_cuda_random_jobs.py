@@ -107,7 +107,7 @@ def said(
 
 
 @pytest.mark.parametrize("case", range(24))
-def test_random_jobs_say_the_same_whatever_is_captured(
+def test_random_jobs_give_the_same_text_captured_or_not(
     model: ExLlamaV2, case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(case)

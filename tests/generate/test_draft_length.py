@@ -308,7 +308,7 @@ def asked(ask: dict[str, Any], seed: int) -> ExLlamaV2DynamicJob:
     st.sampled_from(["model", "bad model", "ngram"]),
     st.sampled_from([10, 24]),
 )
-def test_tokens_are_the_same_whatever_is_drafted_when(
+def test_tokens_are_the_same_with_any_drafts_at_any_step(
     asks: list[dict[str, Any]], seed: int, how: str, pages: int
 ) -> None:
     """Also where the draft cache has gaps: K/V of another text would be an error of the scripted draft model."""

@@ -109,7 +109,7 @@ def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: 
 
 
 @pytest.mark.covers("generators: generate-results")
-def test_an_abort_behind_the_last_token_takes_nothing_away(generator: ExLlamaV2DynamicGenerator) -> None:
+def test_an_abort_after_the_last_token_removes_nothing(generator: ExLlamaV2DynamicGenerator) -> None:
     event = threading.Event()
 
     def hook(result: Any) -> None:

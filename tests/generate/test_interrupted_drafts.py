@@ -131,7 +131,7 @@ requests = st.lists(
 
 @examples(100, 5)
 @given(requests, st.sampled_from(["ngram", "model"]), st.booleans())
-def test_nobody_can_tell(asked: list[Request], drafter: str, on_device: bool) -> None:
+def test_drafts_do_not_change_tokens(asked: list[Request], drafter: str, on_device: bool) -> None:
     """Each job has the tokens that it has alone and without drafts; one that is cancelled has the first of them."""
     alone = [play([one.alone], "none")[0][0] for one in asked]
     with pytest.MonkeyPatch.context() as patch:

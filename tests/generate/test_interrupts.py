@@ -1,5 +1,7 @@
-"""Ctrl-C at any line of a step, and storms of them: no token is lost or doubled, pages add up, the caller gets its
-exception."""
+"""Interrupts at every line of a step, and at many random moments.
+
+No token is lost or doubled, the counts of pages are consistent, and the caller gets KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +107,11 @@ def play(generator: ExLlamaV2DynamicGenerator, number: int) -> tuple[list[Any], 
             except KeyboardInterrupt:
                 interrupts += 1
     assert generator.page_table.unreferenced == generator.max_pages
-    said = [
+    events = [
         (streamed_tokens(r), streamed_text(r), r[-1]["eos_reason"], [x.get("suppressed_text") for x in r], len(r))
         for r in (results[one] for one in asked)
     ]
-    return said, interrupts, lines[0]
+    return events, interrupts, lines[0]
 
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
@@ -123,13 +125,15 @@ def test_no_token_is_lost_or_doubled(how: str) -> None:
     assert none == 0
     dice = random.Random(how)
     for number in [*range(1, 12, trials(1, 3)), *(dice.randrange(12, lines - 50) for _ in range(trials(30, 3)))]:
-        said, interrupts, _ = play(new(), number)
-        assert (said, interrupts) == (want, 1), number
+        events, interrupts, _ = play(new(), number)
+        assert (events, interrupts) == (want, 1), number
 
 
-class Storm:
-    """Signals at random moments, where Python itself looks for them, as long as `armed`; each that gets through raises
-    KeyboardInterrupt. A machine may be so slow that one comes into every call: the storm lets up until it does not."""
+class RandomInterrupts:
+    """Send signals at random moments while `armed`; each one that Python handles raises KeyboardInterrupt.
+
+    On a slow machine every call may be interrupted. `next_rate` then sends fewer, until calls complete.
+    """
 
     def __init__(self, seed: int) -> None:
         self.armed = False
@@ -139,20 +143,20 @@ class Storm:
         self._patience, self._row, self._before = 1.0, 0, 0
         self._dice = random.Random(seed)
 
-    def __enter__(self) -> Storm:
+    def __enter__(self) -> RandomInterrupts:
         skip_unless_with_is_safe()
         self._alarm = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # pytest's
         self._began = time.monotonic()  # clock: pytest's, for a hang
-        self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
-        # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
-        # is code that the next signal interrupts; this is none.
+        self._former = signal.signal(signal.SIGALRM, self._on_alarm), signal.signal(signal.SIGINT, self._raise)
+        # Python reports an interrupt in a destructor and continues. The next signal could interrupt pytest's code for
+        # such reports, but not this C function.
         self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append  # type: ignore[assignment]
         self.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.armed = False
-        # A signal that comes before this is taken by `_strike`, which sets the timer again.
+        # `_on_alarm` handles a signal that comes before this line, and sets the timer again.
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._former[0])
@@ -164,8 +168,8 @@ class Storm:
     def _passed(self) -> float:
         return time.monotonic() - self._began  # clock: pytest's, for a hang
 
-    def weather(self) -> None:
-        """From time to time a call must get through."""
+    def next_rate(self) -> None:
+        """Choose the mean time between signals: longer after 20 interrupted calls, so that one completes."""
         self._row = self._row + 1 if self.raised > self._before else 0
         self._before = self.raised
         if self._row and self._row % 20 == 0:
@@ -177,7 +181,7 @@ class Storm:
     def wait(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2e-5 + self._dice.expovariate(1 / self.mean))
 
-    def _strike(self, _: int, frame: FrameType | None) -> None:
+    def _on_alarm(self, _: int, frame: FrameType | None) -> None:
         self.wait()
         if self._alarm and self._passed() > self._alarm:
             self.armed = False
@@ -194,10 +198,10 @@ class Storm:
             raise KeyboardInterrupt
 
 
-Said = dict[str, Any]
+Output = dict[str, Any]
 
 
-def heard(results: list[dict[str, Any]]) -> Said:
+def output_of(results: list[dict[str, Any]]) -> Output:
     """Return a job's output without its prompt's progress: an interrupted pass is repeated without a result."""
     streamed = [r for r in results if r["stage"] == "streaming"]
     return {
@@ -212,26 +216,26 @@ def heard(results: list[dict[str, Any]]) -> Said:
     }
 
 
-def same(a: Said, b: Said) -> bool:
+def same(a: Output, b: Output) -> bool:
     whole = all(a[key] == b[key] for key in a if key not in ("logits", "probs"))
     return whole and torch.equal(a["probs"], b["probs"]) and all(map(torch.equal, a["logits"], b["logits"]))
 
 
-def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[dict[str, Any]]]:
-    """All results of `jobs`, whatever comes between. Nothing of ours is open to the storm but the call."""
+def interrupted_results(generator: ExLlamaV2DynamicGenerator, sender: RandomInterrupts) -> list[list[dict[str, Any]]]:
+    """Run `jobs` to their end and return their results. Only calls of `iterate` are interrupted."""
     asked = jobs()
     generator.enqueue(asked)
     results: dict[ExLlamaV2DynamicJob, list[dict[str, Any]]] = defaultdict(list)
     while any(not (results[one] and results[one][-1]["eos"]) for one in asked):
-        storm.weather()
-        said: list[dict[str, Any]] = []
+        sender.next_rate()
+        events: list[dict[str, Any]] = []
         try:
-            storm.armed = True
-            said = generator.iterate()
-            storm.armed = False
+            sender.armed = True
+            events = generator.iterate()
+            sender.armed = False
         except KeyboardInterrupt:
-            storm.armed = False
-        for result in said:
+            sender.armed = False
+        for result in events:
             results[result["job"]].append(result)
         check_pages(generator)
     assert generator.page_table.unreferenced == generator.max_pages
@@ -240,24 +244,24 @@ def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[d
 
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
 @pytest.mark.covers("generators: page-publication", "generators: random-numbers", "generators: failing-jobs")
-def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
-    """A job whose filter is interrupted ends there; all others give the text that they give undisturbed."""
+def test_interrupts_at_any_moment_change_no_results(how: str) -> None:
+    """A job whose filter is interrupted ends there; all others give the results that they give without interrupts."""
 
     def new() -> ExLlamaV2DynamicGenerator:
         return make() if how == "plain" else speculate(how)
 
-    with Storm(1) as storm:
-        storm.mean = 1e9
-        storm.wait()
-        want = [heard(results) for results in weathered(new(), storm)]
+    with RandomInterrupts(1) as sender:
+        sender.mean = 1e9
+        sender.wait()
+        want = [output_of(results) for results in interrupted_results(new(), sender)]
     broken = 0
     signals, raised, places = trials(2000, 250), trials(500, 65), trials(200, 80)
-    with Storm(2) as storm:
+    with RandomInterrupts(2) as sender:
         for _ in range(2000):
-            if storm.signals > signals and storm.raised > raised and len(storm.places) > places:
+            if sender.signals > signals and sender.raised > raised and len(sender.places) > places:
                 break
-            for results, one in zip(weathered(new(), storm), want, strict=True):
-                got = heard(results)
+            for results, one in zip(interrupted_results(new(), sender), want, strict=True):
+                got = output_of(results)
                 if "exception" in results[-1] and results[0]["job"].request.filters:
                     broken += 1
                     assert isinstance(results[-1]["exception"].__cause__, KeyboardInterrupt)
@@ -266,30 +270,30 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
                     assert so_far == one["tokens"][: len(so_far)]
                 else:
                     assert same(got, one)
-    assert storm.signals > signals
-    assert storm.raised > raised
-    assert len(storm.places) > places, "the storm has not been everywhere"
+    assert sender.signals > signals
+    assert sender.raised > raised
+    assert len(sender.places) > places, "too few lines were interrupted"
 
 
 @pytest.mark.covers("generators: generate-isolation")
-def test_generate_in_a_storm_leaves_nothing_behind() -> None:
+def test_generate_with_many_interrupts_leaves_no_jobs_and_pages() -> None:
     want = make().generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
-    generator, got, told = make(), 0, 0
+    generator, got, caught = make(), 0, 0
     interrupts, texts = trials(300, 80), trials(20, 6)
-    with Storm(3) as storm:
+    with RandomInterrupts(3) as sender:
         for _ in range(20_000):
-            if told > interrupts and got > texts:
+            if caught > interrupts and got > texts:
                 break
-            storm.weather()
-            storm.mean *= 4
+            sender.next_rate()
+            sender.mean *= 4
             text = None
             try:
-                storm.armed = True
+                sender.armed = True
                 text = generator.generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
-                storm.armed = False
+                sender.armed = False
             except KeyboardInterrupt:
-                storm.armed = False
-                told += 1
+                sender.armed = False
+                caught += 1
             if text is not None:
                 assert text == want
                 got += 1
@@ -297,29 +301,29 @@ def test_generate_in_a_storm_leaves_nothing_behind() -> None:
             assert not has_redirects(generator)
             check_pages(generator)
             assert generator.page_table.unreferenced == generator.max_pages
-    assert told > interrupts
+    assert caught > interrupts
     assert got > texts
     assert generator.iterate() == []
 
 
-def test_enqueue_cancel_and_clear_in_a_storm() -> None:
+def test_enqueue_cancel_and_clear_with_many_interrupts() -> None:
     generator = make()
     refused = queued = 0
     enough = trials(60, 15)
-    with Storm(4) as storm:
+    with RandomInterrupts(4) as sender:
         for _ in range(20_000):
             if queued > enough and refused > enough:
                 break
-            storm.weather()
+            sender.next_rate()
             asked = jobs()
             try:
-                storm.armed = True
+                sender.armed = True
                 generator.enqueue(asked)
                 generator.iterate()
                 generator.cancel(asked[1])
-                storm.armed = False
+                sender.armed = False
             except KeyboardInterrupt:
-                storm.armed = False
+                sender.armed = False
             there = [one.serial_number is not None for one in asked]
             assert there in ([True] * len(asked), [False] * len(asked))
             queued, refused = queued + there[0], refused + (not there[0])
@@ -328,11 +332,11 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
                 generator.enqueue(asked)
             while generator.num_remaining_jobs():
                 try:
-                    storm.armed = True
+                    sender.armed = True
                     generator.clear_queue()
-                    storm.armed = False
+                    sender.armed = False
                 except KeyboardInterrupt:
-                    storm.armed = False
+                    sender.armed = False
                 check_pages(generator)
             assert generator.page_table.unreferenced == generator.max_pages
     assert queued > enough
@@ -341,50 +345,50 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.covers("generators: stream-results", "generators: stream-abort")
-def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
+def test_a_stream_with_many_interrupts_gives_the_same_results(older: bool) -> None:
     def new() -> ExLlamaV2StreamingGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
         return ExLlamaV2StreamingGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER)
 
-    def stream(storm: Storm) -> list[Any]:
+    def stream(sender: RandomInterrupts) -> list[Any]:
         generator, begun = new(), False
         while not begun:
-            storm.weather()
+            sender.next_rate()
             try:
-                storm.armed = True
+                sender.armed = True
                 generator.begin_stream_ex(
                     ids("the fox and the"), WIDE, token_healing=True, seed=5, return_probabilities=True
                 )
-                storm.armed = False
+                sender.armed = False
                 begun = True
             except KeyboardInterrupt:
-                storm.armed = False
-        said: list[Any] = []
-        while len(said) < 20:
-            storm.weather()
-            told: Any = None
+                sender.armed = False
+        results: list[Any] = []
+        while len(results) < 20:
+            sender.next_rate()
+            result: Any = None
             try:
-                storm.armed = True
-                told = generator.stream() if older else generator.stream_ex()
-                storm.armed = False
+                sender.armed = True
+                result = generator.stream() if older else generator.stream_ex()
+                sender.armed = False
             except KeyboardInterrupt:
-                storm.armed = False
-            if told is not None:
-                told = list(told.values()) if isinstance(told, dict) else told
-                said.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in told])
-        return said
+                sender.armed = False
+            if result is not None:
+                result = list(result.values()) if isinstance(result, dict) else result
+                results.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in result])
+        return results
 
-    with Storm(5) as storm:
-        storm.mean = 1e9
-        storm.wait()
-        calm = stream(storm) if not storm.armed else []
-    with Storm(6) as storm:
+    with RandomInterrupts(5) as sender:
+        sender.mean = 1e9
+        sender.wait()
+        calm = stream(sender) if not sender.armed else []
+    with RandomInterrupts(6) as sender:
         for _ in range(2000):
-            if storm.signals > 1000 and storm.raised > 300:
+            if sender.signals > 1000 and sender.raised > 300:
                 break
-            assert stream(storm) == calm
-    assert storm.signals > 1000
-    assert storm.raised > 300
+            assert stream(sender) == calm
+    assert sender.signals > 1000
+    assert sender.raised > 300
 
 
 def test_enqueue_is_all_or_nothing() -> None:

@@ -163,13 +163,13 @@ def play(
 
 @examples(150, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6))
-def test_nobody_can_tell(asks: list[Ask]) -> None:
+def test_prelaunched_steps_do_not_change_results(asks: list[Ask]) -> None:
     assert play(asks, early=True)[0] == play(asks, early=False)[0]
 
 
 @examples(100, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.booleans())
-def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leaves: bool) -> None:
+def test_tokens_that_stay_on_the_device_change_no_results(asks: list[Ask], leaves: bool) -> None:
     """Also where logits are read after the next step has overwritten its buffer."""
     expected = play(asks, early=False)[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -179,7 +179,7 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
 
 @examples(150, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
-def test_nobody_can_tell_that_drafts_are_launched_early(
+def test_drafts_that_are_launched_early_change_no_results(
     asks: list[Ask], drafts: int, by_model: bool, on_device: bool, leaves: bool
 ) -> None:
     """Nor that all positions of a step are drawn at once. Tokens are those without drafts, too."""
@@ -250,7 +250,7 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
     check_pages(generator)
 
 
-def test_lost_devices_explain_nan_behind_a_draft_token_that_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_devices_explain_nan_after_an_accepted_draft_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of all positions of a step are made at once, and each may be the first that meets NaN."""
     model = Preparing(CONFIG)
     model.script = lambda context: 3 + (int(context[-1]) - 2) % 4

@@ -80,7 +80,7 @@ def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
 
 @pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("base", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
-def test_a_model_cut_over_devices_says_the_same(monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
+def test_a_model_split_over_devices_gives_the_same_text(monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
     """Several prompts with a common beginning, pages shared and copied, over three logical devices and over one."""
     prompts = [f"import os\n\ndef f{i}(" for i in (1, 12, 123)]
     texts = []

@@ -22,7 +22,7 @@ from exl_generate import (
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 
 
-def test_each_is_one_line_and_says_what_counts() -> None:
+def test_each_repr_is_one_line_with_the_main_facts() -> None:
     config = ExLlamaV2Config(str(FOLDER))
     config.max_seq_len = 512
     model = ExLlamaV2(config)

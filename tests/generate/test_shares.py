@@ -27,7 +27,7 @@ def finish(generator: Any, jobs: list[Any], limit: int = 3000) -> dict[Any, list
 
 @pytest.mark.covers("generators: page-reservations")
 @pytest.mark.parametrize("share", [1, 5, 16, 40])
-def test_jobs_take_turns_and_say_what_they_would_have_said(share: int) -> None:
+def test_jobs_that_take_turns_give_the_same_results(share: int) -> None:
     generator = make(cache_tokens=128, max_batch_size=4)
     prompts = ["abcdefgh" * n for n in (1, 2, 3, 1, 4, 2)]
     jobs = [job(text, 60, max_rq_tokens=share, identifier=i) for i, text in enumerate(prompts)]

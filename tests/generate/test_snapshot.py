@@ -88,7 +88,7 @@ def test_drafts_are_counted(how: str) -> None:
     ),
     share=st.sampled_from([None, 3]),
 )
-def test_numbers_agree_with_a_count_whatever_happens(moves: list[tuple[str, int]], share: int | None) -> None:
+def test_numbers_agree_with_a_count_after_any_events(moves: list[tuple[str, int]], share: int | None) -> None:
     generator = make(cache_tokens=8 * PAGE, max_chunk_size=PAGE, max_batch_size=3)
     jobs: list[Any] = []
     before = generator.snapshot()

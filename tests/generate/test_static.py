@@ -371,7 +371,7 @@ def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
 
 
 @pytest.mark.covers("generators: stream-begin")
-def test_position_offsets_say_what_the_mask_says_or_are_refused() -> None:
+def test_position_offsets_agree_with_the_mask_or_are_rejected() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     ids, settings = torch.tensor([[3, 4, 5], [0, 3, 4]]), Settings(cfg_scale=1.5)
     mask = torch.tensor([[0.0, 0, 0], [-torch.inf, 0, 0]])

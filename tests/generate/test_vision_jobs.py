@@ -155,7 +155,7 @@ def test_the_same_rows_in_another_shape_are_another_picture(pair: Pair) -> None:
     assert cached == [0, 8, 8, 8, 27]
 
 
-def test_rewinding_behind_an_image(pair: Pair) -> None:
+def test_rewinding_to_after_an_image(pair: Pair) -> None:
     """Rewound tokens are generated again at their own positions: logits are those of the current context."""
     one = see(pair, 37, 41)
     prompt = f"abc{one.text_alias}d"

@@ -92,9 +92,12 @@ def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[DaemonPool], N
 
 
 @contextlib.contextmanager
-def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
-    """KeyboardInterrupt at random moments, while `armed`. What other tests have left is not cleared away meanwhile, and
-    one that is raised in a destructor is not reported."""
+def random_interrupts(dice: random.Random, armed: list[bool]) -> Iterator[None]:
+    """Raise KeyboardInterrupt at random moments while `armed`.
+
+    The garbage collector does not run meanwhile, so it frees no objects of other tests. An interrupt that is raised in
+    a destructor is not reported.
+    """
     over = False
 
     def strike(*_: object) -> None:
@@ -124,14 +127,14 @@ def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
         gc.enable()
 
 
-def test_a_storm_of_interrupts_leaves_the_pool_as_it_was() -> None:
+def test_many_interrupts_do_not_change_the_pool() -> None:
     skip_unless_with_is_safe()
     dice, raised, armed = random.Random(5), 0, [False]
     with pool_of(3) as pool:
         for _ in range(200):
             if raised > 500:
                 break
-            with storm(dice, armed):
+            with random_interrupts(dice, armed):
                 for _ in range(50):
                     try:
                         armed[0] = True

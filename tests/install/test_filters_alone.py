@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.covers("filters: numpy-alone")
-def test_alone_it_brings_numpy_and_nothing_of_torch(wheel: Path, tmp_path: Path) -> None:
+def test_the_package_alone_installs_numpy_and_not_torch(wheel: Path, tmp_path: Path) -> None:
     python = clean.environment(tmp_path / "env")
     clean.install(python, wheel, "exl-filters")
     assert set(clean.installed(python)) == {"exl-filters", "numpy"}

@@ -18,7 +18,7 @@ _spec.loader.exec_module(clean)
 
 FORMS = {
     "folders": lambda package: f"./packages/{package}",
-    "git": lambda package: f"{package} @ git+{ROOT.as_uri()}#subdirectory=packages/{package}",
+    "git": lambda package: f"git+{ROOT.as_uri()}#subdirectory=packages/{package}",
 }
 
 

@@ -207,7 +207,7 @@ def test_nan_in_a_query_reaches_only_its_own_head(each_isa: str) -> None:
     assert not got.isnan().any()
 
 
-def test_dropped_pages_behind_the_window_are_not_read() -> None:
+def test_dropped_pages_before_the_window_are_not_read() -> None:
     case = make_case("fp16", [400])
     expected = case.run([0], [399], window=50)
     case.block_table[0, : (399 - 49) // 16] = -1

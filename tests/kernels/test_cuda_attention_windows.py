@@ -95,7 +95,7 @@ def test_windows_of_a_prompt_attend_as_the_prompt(kind: Any, dim: int, heads: in
 
 
 @pytest.mark.parametrize(("kind", "dim", "groups"), [("fp16", 64, 4), ("fp16", 128, 4), ("q4", 64, 8)])
-def test_windows_behind_many_keys_attend_as_the_prompt(kind: Any, dim: int, groups: int) -> None:
+def test_windows_after_many_keys_attend_as_the_prompt(kind: Any, dim: int, groups: int) -> None:
     lengths = [new + past for new, past in zip(NEW, LONG, strict=True)]
     case = make_cuda_case(kind, lengths, heads=1, groups=groups, dim=dim, page_size=64)
     assert is_prompt(case.plan(128, max(lengths), row_tokens=16, windows=True))

@@ -278,7 +278,7 @@ def test_results_go_from_matmul_to_matmul(k: int, group: int, inner: int) -> Non
         assert not torch.equal(logits, want_qkv.float()), m
 
 
-def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
+def test_many_tiles_give_a_block_all_of_k() -> None:
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
     gate, up = exl2(8712, 5, 4, seed=1, perm=perm), exl2(8712, 4, seed=2)
     gated, single = FusedLinear([gate, up], activation="silu"), FusedLinear([up, gate])

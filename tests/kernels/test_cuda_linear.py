@@ -321,7 +321,7 @@ def test_large_shapes_by_every_way(case: str) -> None:
 @pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 @pytest.mark.parametrize("group", [128, 32])
-def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group: int) -> None:
+def test_wide_matrices_give_a_block_three_items_at_a_time(kind: str, group: int) -> None:
     """80 items of 64 columns on 33 teams of blocks: two at a time would take a round more."""
     k, n = 512, 5120
     made = of_four_bits(kind, group, k, n)
@@ -333,7 +333,7 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
 @pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 @pytest.mark.parametrize("group", [128, 32])
-def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
+def test_wide_matrices_with_a_remainder_of_columns(kind: str, group: int) -> None:
     """401 items of 64 columns, the last one not whole; 132 blocks have 396 at a time, and of EXL2 in groups of 128 a
     quarter of K each of the others. Twice, since each launch leaves the memory in which quarters meet as it was."""
     k, n = 2048, 64 * 400 + 24

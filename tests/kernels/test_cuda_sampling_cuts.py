@@ -105,7 +105,7 @@ def test_every_kind_of_logits(kind: str, width: int) -> None:
     st.sampled_from(sorted(KINDS)),
     st.sampled_from([{"tfs": 0.9}, {"typical": 0.9}, {"tfs": 0.99, "typical": 0.5}]),
 )
-def test_beside_all_other_settings(seed: int, width: int, kind: str, fields: dict[str, Any]) -> None:
+def test_cuts_with_random_other_settings(seed: int, width: int, kind: str, fields: dict[str, Any]) -> None:
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(4):

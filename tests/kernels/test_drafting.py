@@ -111,7 +111,7 @@ def test_a_history_forgets_its_oldest_texts() -> None:
     assert after(0) == []
 
 
-def test_estimates_follow_what_held() -> None:
+def test_estimates_follow_the_accepted_guesses() -> None:
     rates = DraftRates()
     text = array([x for number in range(300) for x in (1, 2, 3, 1000 + number)])
     native = DraftText(8, 10_000)

@@ -54,7 +54,7 @@ def test_padded_experts_lie_side_by_side(counts: list[int], most: int) -> None:
     assert at == sum(held * rows for held, rows in groups) <= most_padded_rows(sum(counts), len(counts))
 
 
-def test_a_plan_of_what_is_not_stated() -> None:
+def test_a_plan_of_begins_that_do_not_ascend_is_rejected() -> None:
     for begins, most in (([0, 5, 4], 2), ([0, 5], 0), ([-1, 5], 2), ([0, 2**31], 2)):
         with pytest.raises(ValueError, match="begins must be ascending"):
             plan_padded(torch.tensor(begins), most)

@@ -56,7 +56,7 @@ def test_checks_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert checks_enabled()
 
 
-def test_own_keys_are_for_gpus_and_say_so() -> None:
+def test_own_keys_are_rejected_on_a_cpu() -> None:
     q, kv = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     long, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
     tables, turn = (

@@ -295,7 +295,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
 @examples(150, 4)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
 @pytest.mark.covers("generators: failing-jobs")
-def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
+def test_failing_and_cancelled_jobs_disturb_no_other_job(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
     results = play(shape.generator(), [*good, *bad])
     for ask, mine in zip(good, results, strict=False):
         assert said(mine) == alone(ask)

@@ -223,7 +223,7 @@ def test_a_body_of_tabbyapi_that_is_wrong_loads_nothing(http: httpx.Client, body
 @pytest.mark.parametrize(
     "name", [".", "..", "../{outside}", "/{outside}", "./first", "a/../first", "a\\b", "a\0b", "a:b"]
 )
-def test_a_name_that_is_a_path_is_refused_whatever_is_there(
+def test_a_name_that_is_a_path_is_refused_whether_it_exists_or_not(
     http: httpx.Client, fable: EngineThread, tmp_path: Path, name: str
 ) -> None:
     outside = tmp_path.parent / f"{tmp_path.name}-outside"

@@ -150,7 +150,7 @@ def test_calls_are_read_however_the_text_is_cut(
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=40), form=st.sampled_from(WITH_TOOLS), as_text=st.booleans())
-def test_every_cut_says_the_same(cuts: list[int], form: str, as_text: bool) -> None:
+def test_every_cut_gives_the_same_answer(cuts: list[int], form: str, as_text: bool) -> None:
     family = families(form)[as_text]
     for text in (
         "no call at all, but a < and a [ and {",
@@ -343,7 +343,7 @@ def test_the_grammar_takes_calls_and_nothing_else(form: str, fable: EngineThread
         assert takes(made, tokenizer, wrap(call(form, name, arguments)), whole=False) == taken
 
 
-def test_a_format_begins_behind_the_reasoning() -> None:
+def test_a_format_begins_after_the_reasoning() -> None:
     family = OutputFamily(FORMATS["hermes"], {"</think>": 9}, lambda i: b"")
     wanted = Constraint(kind="json_object", source="")
     assert family.constraints(ChannelSettings(), wanted) == (wanted,)

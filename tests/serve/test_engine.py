@@ -238,7 +238,7 @@ ASKED: list[dict[str, Any]] = [
 REASONS = {"stop_token": "stop_token", "stop_string": "stop_string", "max_new_tokens": "length"}
 
 
-def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
+def test_events_equal_the_results_of_the_library(fable: EngineThread) -> None:
     """Requests run together, some with log-probabilities and some without."""
     requests = [request(fable, sampling=Sampling(temperature=0.9), **fields) for fields in ASKED]
 

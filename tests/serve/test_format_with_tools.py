@@ -272,7 +272,7 @@ def test_harmony_may_think_before_a_format(tokenizer: TextTokenizer) -> None:
     assert read("harmony", text)["reasoning"] == "hm {"
 
 
-def test_the_format_begins_behind_the_reasoning() -> None:
+def test_the_format_begins_after_the_reasoning() -> None:
     family = OutputFamily(FORMATS["hermes"], {"</think>": 9, "<tool_call>": 10, "</tool_call>": 11}, lambda i: b"")
     (constraint,) = family.constraints(THINKING, BY_SCHEMA)
     assert (constraint.after, constraint.then, constraint.awaited) == (9, "stop", True)

@@ -368,7 +368,7 @@ def test_rejected_requests_have_a_line_in_the_log(
     assert "secret" not in str(lines)
 
 
-def test_the_load_of_an_engine_that_ends_meanwhile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_an_engine_that_ends_while_it_is_asked(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.state is not None
     handle = next(one for one in server.state.models.list() if one.config.id == "fable")
 

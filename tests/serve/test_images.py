@@ -172,7 +172,7 @@ def test_an_answer_is_the_one_that_the_library_gives(client: openai.OpenAI, engi
     assert answer.choices[0].message.content == text
 
 
-def test_a_template_with_parts_and_one_with_strings_say_the_same(client: openai.OpenAI) -> None:
+def test_a_template_with_parts_renders_as_one_with_strings(client: openai.OpenAI) -> None:
     messages = user(part(png(picture(40, 24))), "one ", part(png(picture(24, 40, seed=5))), "two")
     assert said(ask(client, messages)) == said(ask(client, messages, model="parts"))
 
@@ -193,7 +193,7 @@ def test_a_conversation_with_images_is_whole_or_rejected(client: openai.OpenAI) 
         assert error.value.param == param
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_answer(client: openai.OpenAI) -> None:
     messages = user(part(png(picture(40, 24))), "what?")
     whole = ask(client, messages, n=2, temperature=1, seed=3)
     chunks = list(
@@ -338,7 +338,7 @@ def test_requests_with_too_much_are_refused(client: openai.OpenAI) -> None:
         ask(client, system)
 
 
-def test_a_model_of_text_says_that_it_takes_none(client: openai.OpenAI, live: LiveServer) -> None:
+def test_a_text_model_rejects_images(client: openai.OpenAI, live: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError, match="scripted takes no images") as caught:
         ask(client, user(part(SMALL)), model="scripted", logprobs=False)
     assert caught.value.code == "unsupported_modality"

@@ -63,7 +63,7 @@ def test_models(client: openai.OpenAI) -> None:
     max_tokens=st.integers(1, 40),
     extra=st.sampled_from([{}, {"top_p": 0.5}, {"stop": ["the", "."]}, {"presence_penalty": 1.0}, {"top_k": 3}]),
 )
-def test_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_equals_the_whole_answer(
     client: openai.OpenAI, n: int, seed: int, temperature: float, max_tokens: int, extra: dict[str, Any]
 ) -> None:
     own = {"top_k": extra.pop("top_k")} if "top_k" in extra else {}

@@ -319,7 +319,7 @@ def test_answers_without_a_content_are_taken_back(server: LiveServer, name: str)
     assert httpx.post(f"{server.url}/v1/chat/completions", json=empty, timeout=120).status_code == 400
 
 
-def test_no_name_is_no_model(server: LiveServer) -> None:
+def test_the_path_models_with_a_slash_lists_models(server: LiveServer) -> None:
     """`/v1/models/` is the list, whatever a request without a model means."""
     listed = [httpx.get(f"{server.url}/v1/models{end}", timeout=120).json() for end in ("", "/")]
     assert listed[0] == listed[1]

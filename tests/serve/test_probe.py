@@ -38,7 +38,7 @@ def asked(thread: EngineThread) -> int:
     return int(thread.generator.snapshot().generated_tokens)
 
 
-def test_one_token_in_so_many_seconds(http: httpx.Client, fable: EngineThread) -> None:
+def test_probes_share_one_token_for_some_seconds(http: httpx.Client, fable: EngineThread) -> None:
     before = asked(fable)
     answers: list[httpx.Response] = []
     threads = [threading.Thread(target=lambda: answers.append(http.get("/health/generate"))) for _ in range(8)]
@@ -152,7 +152,7 @@ def test_a_long_queue_is_no_failure(http: httpx.Client, fable: EngineThread, mon
     assert http.get("/health/generate?max_age=0").status_code == 200
 
 
-def test_those_who_come_together_do_not_wait_for_one_another(
+def test_callers_that_come_together_do_not_wait_for_each_other(
     http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()

@@ -89,7 +89,7 @@ def test_offsets_are_places_in_the_text(http: httpx.Client) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("new", [0, 1, 6])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_says_the_same_and_prompts_are_scored_one_by_one(http: httpx.Client, new: int, n: int) -> None:
+def test_a_stream_equals_the_answer_and_prompts_are_scored_one_by_one(http: httpx.Client, new: int, n: int) -> None:
     texts = [TEXT, "A", TEXT * 8, "The fox"]
     asked = {"prompt": texts, "max_tokens": new, "logprobs": 2, "n": n}
     answer = complete(http, **asked)

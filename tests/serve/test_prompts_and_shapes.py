@@ -199,7 +199,7 @@ def test_documents_reach_the_template_as_text(http: httpx.Client, document: dict
 @pytest.mark.parametrize(
     ("model", "documents"), [("fable", [{"text": "a"}]), ("reader", ["a"]), ("reader", [{"text": 1}]), ("reader", {})]
 )
-def test_documents_that_nobody_reads_are_refused(http: httpx.Client, model: str, documents: Any) -> None:
+def test_documents_that_no_template_reads_are_refused(http: httpx.Client, model: str, documents: Any) -> None:
     answer = post(http, "/v1/chat/completions", model=model, messages=[QUESTION], documents=documents)
     assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, "documents"), answer.text
 
@@ -341,7 +341,7 @@ def test_the_stop_string_is_part_of_the_text_on_request(http: httpx.Client, path
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_events_of_a_stream_have_so_many_tokens(http: httpx.Client, n: int) -> None:
+def test_events_of_a_stream_have_at_least_the_interval_of_tokens(http: httpx.Client, n: int) -> None:
     asked: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 40, "ignore_eos": True, "n": n, "temperature": 1}
     asked |= {"return_token_ids": True}
     whole = post(http, "/v1/chat/completions", **asked).json()["choices"]

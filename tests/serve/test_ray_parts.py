@@ -334,7 +334,7 @@ def test_the_calm_time_is_what_replicas_report() -> None:
     assert policy(context(calm, 3, 4.0, state))[0] == 2
 
 
-def test_requests_that_nobody_has_taken_want_a_replica() -> None:
+def test_queued_requests_demand_a_replica() -> None:
     _, state = policy(context([], 1, 0.0, queued=3.0))
     assert policy(context([], 1, 2.0, state, queued=3.0))[0] == 2
 

@@ -26,7 +26,7 @@ from exl_serve.testing.local import EngineThread
 from exl_serve.testing.waiting import HANG_SECONDS
 
 
-def test_a_completion_continues_behind_what_the_client_has() -> None:
+def test_a_completion_continues_after_the_tokens_that_the_client_has() -> None:
     one = Completion()
     first: list[EngineEvent] = [Started(0, 3, 0), Progress(0, 3, 3), Tokens(0, (1, 2), "ab")]
     assert [one.feed(event) for event in first] == first

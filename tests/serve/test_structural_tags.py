@@ -43,7 +43,7 @@ def ask(server: LiveServer, **body: Any) -> httpx.Response:
         {"response_format": GREETING, "tools": [TOOL]},
     ],
 )
-def test_a_region_behind_the_trigger_follows_its_schema(server: LiveServer, body: dict[str, Any]) -> None:
+def test_a_region_after_the_trigger_follows_its_schema(server: LiveServer, body: dict[str, Any]) -> None:
     answer = ask(server, **body)
     assert answer.status_code == 200, answer.text
     content = answer.json()["choices"][0]["message"]["content"]

@@ -27,7 +27,7 @@ COMPLAINTS: dict[int, Complaint] = {
         (
             "stream/test_syntaxes.py::test_calls_are_read_however_they_are_cut",
             "stream/test_syntaxes.py::test_broken_calls_are_the_same_however_they_are_cut",
-            "test_channels.py::test_every_cut_says_the_same",
+            "test_channels.py::test_every_cut_gives_the_same_answer",
             "test_channels.py::test_a_call_that_is_asked_for_is_made",
             "test_openai_client.py::test_the_bundled_model_takes_tools",
         ),
@@ -44,9 +44,9 @@ COMPLAINTS: dict[int, Complaint] = {
     3: Complaint(
         "Reasoning and tools exclude each other, markers leak, a budget cuts a call.",
         (
-            "test_channels.py::test_a_format_begins_behind_the_reasoning",
+            "test_channels.py::test_a_format_begins_after_the_reasoning",
             "test_channels.py::test_reasoning_that_the_prompt_has_opened",
-            "test_format_with_tools.py::test_the_format_begins_behind_the_reasoning",
+            "test_format_with_tools.py::test_the_format_begins_after_the_reasoning",
             "test_reasoning_budget.py::test_it_has_an_opinion_at_the_limit_alone",
             "test_reasoning_budget.py::test_a_budget_and_a_schema",
         ),
@@ -218,7 +218,7 @@ COMPLAINTS: dict[int, Complaint] = {
     26: Complaint(
         "Slow senders hold connections.",
         (
-            "ops/test_limits.py::test_slow_headers_end_the_connection_and_nobody_elses",
+            "ops/test_limits.py::test_slow_headers_end_only_their_connection",
             "ops/test_limits.py::test_a_body_that_drips_ends_before_its_whole_time",
         ),
     ),
@@ -278,7 +278,7 @@ COMPLAINTS: dict[int, Complaint] = {
         "Usage is missing, early, or in another chunk than clients read.",
         (
             "test_http.py::test_the_grammar_of_a_stream",
-            "test_openai_client.py::test_a_stream_says_what_the_whole_answer_says",
+            "test_openai_client.py::test_a_stream_equals_the_whole_answer",
             "test_openai_client.py::test_usage_tells_what_was_cached",
         ),
     ),
@@ -286,7 +286,7 @@ COMPLAINTS: dict[int, Complaint] = {
         "A wrong model name is answered by whatever is loaded, or a client with a fixed name gets no answer.",
         (
             "complaints/test_over_http.py::test_a_wrong_name_is_answered_by_no_model_unless_configured",
-            "test_other_fields.py::test_no_name_is_no_model",
+            "test_other_fields.py::test_the_path_models_with_a_slash_lists_models",
             "ops/test_worker_models.py::test_a_model_whose_tokenizer_is_being_read_is_listed_as_loading",
         ),
     ),

@@ -276,7 +276,7 @@ def test_a_client_that_is_dropped_with_its_context_ends() -> None:
 
 @examples(15, 2, [HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(operations=st.lists(OPERATION, max_size=25))
-def test_whatever_clients_do_in_whatever_order(place: Place, operations: list[tuple[str, int, int, int]]) -> None:
+def test_random_actions_of_clients_in_any_order(place: Place, operations: list[tuple[str, int, int, int]]) -> None:
     """Every request that goes on gets the tokens that it would have got alone, and one last event a completion;
     nothing is left of any."""
 

@@ -45,7 +45,7 @@ def test_two_busy_keys_are_served_alike(lengths: list[int], batch: int, other: i
         queue.done(running.pop(0).key)
 
 
-def test_one_request_does_not_wait_behind_ten_thousand() -> None:
+def test_one_request_does_not_wait_for_ten_thousand() -> None:
     queue = Admission(20_000)
     for _ in range(10_000):
         queue.add(entry("many"), 0.0, Rates())

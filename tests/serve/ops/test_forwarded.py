@@ -61,7 +61,7 @@ def headers(entries: list[str], cuts: list[bool]) -> list[tuple[bytes, bytes]]:
 
 
 @given(written, entry(clients), st.lists(entry(proxies), max_size=4), proxies, st.lists(st.booleans(), max_size=10))
-def test_whatever_a_client_has_written_its_own_address_is_found(
+def test_the_address_of_a_client_is_found_in_any_header(
     spoofed: list[str],
     client: tuple[Address, str],
     passed: list[tuple[Address, str]],

@@ -107,7 +107,7 @@ def code(answer: bytes) -> tuple[int, str]:
 CLOSE = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
 
 
-def test_slow_headers_end_the_connection_and_nobody_elses() -> None:
+def test_slow_headers_end_only_their_connection() -> None:
     async def work(port: int) -> None:
         slow = asyncio.create_task(ask(port, b"POST / HTTP/1.1\r\nhost: a\r\n"))
         assert (await ask(port, CLOSE)).endswith(b"\r\n\r\n0")
@@ -303,7 +303,7 @@ def test_bytes_that_are_no_request_are_answered_400(data: bytes) -> None:
     run(PATIENT, work)
 
 
-def test_an_address_has_so_many_connections() -> None:
+def test_connections_of_an_address_are_limited() -> None:
     async def work(port: int) -> None:
         open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         assert code(await ask(port)) == (429, "too_many_requests")  # the server accepts them in order
@@ -316,7 +316,7 @@ def test_an_address_has_so_many_connections() -> None:
     run(Limits(max_connections_per_address=3), work)
 
 
-def test_behind_a_trusted_proxy_each_client_has_so_many_requests() -> None:
+def test_behind_a_trusted_proxy_the_requests_of_each_client_are_limited() -> None:
     """The connections of the proxy are no client's, and stay open when a client has too many requests."""
 
     def head(client: bytes, rest: bytes = b"") -> bytes:
@@ -363,7 +363,7 @@ def test_a_clients_own_forwarding_header_is_not_believed() -> None:
     run(Limits(max_connections_per_address=3), work, ("10.0.0.0/8", "unix"))
 
 
-def test_the_process_has_so_many_connections() -> None:
+def test_connections_of_the_process_are_limited() -> None:
     async def work(port: int) -> None:
         open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         answer = await ask(port)

@@ -47,8 +47,8 @@ class Harness:
             elif what == "stop":
                 self.registry.exited(id, "status 0")
             elif ready:
-                self.registry.told(id, "loading", done=1, total=2)
-                self.registry.told(id, "ready")
+                self.registry.reported(id, "loading", done=1, total=2)
+                self.registry.reported(id, "ready")
         return done
 
     def drained(self) -> bool:
@@ -166,7 +166,7 @@ def test_one_that_says_why_it_cannot_start_is_not_started_again() -> None:
     h = Harness(model("a"))
     h.registry.load("a")
     h.work(ready=False)
-    h.registry.told("a", "failed", reason="no such file")
+    h.registry.reported("a", "failed", reason="no such file")
     h.registry.exited("a", "status 1")
     entry = h.registry.entries["a"]
     assert (entry.state, entry.reason, entry.retry_at) == ("failed", "no such file", None)
@@ -238,7 +238,7 @@ class Models(RuleBasedStateMachine):
     @rule(data=st.data(), ready=st.booleans())
     def tell(self, data: st.DataObject, ready: bool) -> None:
         id = data.draw(st.sampled_from(sorted(self.processes)))
-        self.registry.told(id, "ready" if ready else "loading", done=1, total=3)
+        self.registry.reported(id, "ready" if ready else "loading", done=1, total=3)
         self.act()
 
     @precondition(lambda self: self.processes)

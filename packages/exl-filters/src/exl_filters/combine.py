@@ -47,7 +47,7 @@ class _Composite(ExLlamaV2Filter, ABC):
         self._done_at: int | None = None
         self._ended = False
 
-    # Contract.
+    # Methods of the contract.
 
     def attach(self, context: FilterContext) -> None:
         """Receive the host's vocabulary size and stop ids, pass them on to every part, and begin."""
@@ -145,7 +145,7 @@ class _Composite(ExLlamaV2Filter, ABC):
     def _end_ids(self) -> Collection[int]:
         """Return the ids that may end the composite, allowed or not."""
 
-    # Inside.
+    # Internal methods.
 
     @property
     def _context(self) -> FilterContext:

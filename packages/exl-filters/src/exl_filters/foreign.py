@@ -69,7 +69,7 @@ class ForeignFilter(ExLlamaV2Filter):
         self._ended = False
         self._done = False
 
-    # Contract.
+    # Methods of the contract.
 
     def begin(self, prefix_str: Any = "") -> None:
         """Reset the wrapper and the object. The wrapper matches the healing prefix; the object gets ""."""
@@ -153,7 +153,7 @@ class ForeignFilter(ExLlamaV2Filter):
         """Return the name of the object's class."""
         return type(self.inner).__name__
 
-    # Inside.
+    # Internal methods.
 
     def _call(self, method: Any, *args: Any) -> Any:
         try:

@@ -147,7 +147,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self.begin("")
         self._refuse_empty()
 
-    # Contract.
+    # Methods of the contract.
 
     def attach(self, context: FilterContext) -> None:
         """Receive the host's stop ids."""
@@ -335,7 +335,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         """Return `{"type": "grammar", ...}` with the source and the options."""
         return {"type": "grammar", **self._source, **self._options}
 
-    # Inside.
+    # Internal methods.
 
     def _correct(self, words: Words) -> None:
         """Correct the matcher's mask: it takes an id without text for its placeholder, and supports one stop id."""

@@ -436,7 +436,7 @@ class FilterStack:
         """
         return [driver.filter for driver in self._drivers]
 
-    # Inside.
+    # Internal methods.
 
     def _compute(self) -> None:
         """Bring the combined mask up to date with the state."""

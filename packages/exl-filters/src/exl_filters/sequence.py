@@ -57,7 +57,7 @@ class SequenceFilter(ReplayedFilter):
         v = self.vocabulary
         self.attach(FilterContext.make(v.size, v.stop_ids, v.special_ids))
 
-    # Contract.
+    # Methods of the contract.
 
     def attach(self, context: FilterContext) -> None:
         """Receive the host's stop ids for the last part, and begin. The other parts get none."""
@@ -137,7 +137,7 @@ class SequenceFilter(ReplayedFilter):
         """Return `{"type": "sequence", "filters": [...]}`."""
         return {"type": "sequence", "filters": [f.spec() for f in self._parts]}
 
-    # Inside.
+    # Internal methods.
 
     @property
     def _context(self) -> FilterContext:

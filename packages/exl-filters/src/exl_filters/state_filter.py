@@ -82,7 +82,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
     @abstractmethod
     def _whole(self, state: S) -> bool: ...
 
-    # Contract.
+    # Methods of the contract.
 
     def attach(self, context: FilterContext) -> None:
         """Receive the host's stop ids."""
@@ -194,7 +194,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         bits.clear_from(words, self.vocabulary.size)
         return masked(logits, words)
 
-    # Inside.
+    # Internal methods.
 
     def _now(self) -> _Step[S]:
         if not self._steps:

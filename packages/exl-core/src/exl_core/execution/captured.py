@@ -128,7 +128,8 @@ class DecodeGraphs:
     def refusal(self, model: LanguageModel, *, step: bool = False) -> str | None:
         """Return why passes of this model are neither captured nor run by joined launches; None if they may be.
 
-        By settings, asked each time, or by the model's modules. With `step`, `reason` gets the reason, if there is one.
+        Reasons are settings, which are read at each call, and the model's modules. With `step`, a reason is also stored
+        in `reason`.
         """
         found = model.arrangement
         if self._arrangement is not found:
@@ -393,7 +394,7 @@ class DecodeGraphs:
         return str(failure)
 
     def _make_room(self, cache: Cache, key: tuple[int, ...]) -> None:
-        """Begin the captured steps of a key. Those of tensors that have moved, or of former adapters, are dropped."""
+        """Start an empty set of captured steps for a key; drop sets of moved tensors or of changed adapters."""
         known = any(k[0] == key[0] for k in self._graphs)
         place = key[:PLACE_PARTS]
         current = (place, (*place, self._sets.version))

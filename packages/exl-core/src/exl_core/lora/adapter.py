@@ -88,7 +88,7 @@ class ExLlamaV2Lora:
         ):
             raise AdapterError(f"lora_scaling is {lora_scaling!r}, must be a finite number")
         self.model = model
-        self.model_load = model.load_count  # the load of the weights that the tensors belong to
+        self.model_load = model.load_count  # the adapter is valid for this load of the model only
         self.lora_config_path, self.lora_path = os.fspath(lora_config_path), os.fspath(lora_path)
         self._config = AdapterConfig.read(Path(lora_config_path))
         self._factor = float(lora_scaling)

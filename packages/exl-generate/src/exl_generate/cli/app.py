@@ -35,12 +35,13 @@ Model = Annotated[
     Path | None, typer.Option("-m", "--model", help="Model folder. Default: the bundled model.", show_default=False)
 ]
 Cache = Annotated[CacheKind, typer.Option(help="Number format of the K/V cache.")]
-CacheTokens = Annotated[
-    int | None,
-    typer.Option(
-        callback=_positive, help="Length of the K/V cache in tokens. Default: what is needed.", show_default=False
-    ),
-]
+
+
+def _cache_tokens(default: str) -> Any:
+    text = f"Length of the K/V cache in tokens. Default: {default}."
+    return typer.Option(callback=_positive, help=text, show_default=False)
+
+
 MaxTokens = Annotated[
     int | None,
     typer.Option(
@@ -116,7 +117,7 @@ def generate(
     special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
     echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
     cache: Cache = "fp16",
-    cache_tokens: CacheTokens = None,
+    cache_tokens: Annotated[int | None, _cache_tokens("what is needed")] = None,
     device: Device = None,
     tp: Tp = False,
     json_: Json = False,
@@ -191,7 +192,7 @@ def chat(
     ] = None,
     lora: Loras = None,
     cache: Cache = "fp16",
-    cache_tokens: CacheTokens = None,
+    cache_tokens: Annotated[int | None, _cache_tokens("8192, or the model's context if that is shorter")] = None,
     device: Device = None,
     json_: Json = False,
 ) -> None:
@@ -239,7 +240,7 @@ def info(
         CacheKind | None,
         typer.Option(help="Number format of the K/V cache to plan with. Default: fp16.", show_default=False),
     ] = None,
-    cache_tokens: CacheTokens = None,
+    cache_tokens: Annotated[int | None, _cache_tokens("the model's context")] = None,
     kernels: Annotated[
         bool,
         typer.Option("--kernels", help="Show which GPU kernels its steps run, and why not faster ones."),

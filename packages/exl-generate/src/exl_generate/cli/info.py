@@ -28,8 +28,11 @@ def run(
     tokens: int | None = None,
     tp: bool = False,
 ) -> int:
-    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context), with
-    `tp` sharded over all devices. Returns the exit code: 1 when that does not fit."""
+    """Describe a model folder, as text or JSON. Returns the exit code: 1 if a planned model does not fit.
+
+    With `planned_cache` the output includes a plan of memory for such a cache of `tokens` tokens (default: the model's
+    context), with `tp` sharded over all devices.
+    """
     place = model_folder(folder)
     if planned_cache is not None:
         say_device()
@@ -143,8 +146,10 @@ def _matrices(config: ExLlamaV2Config) -> list[dict[str, Any]]:
 
 
 def _parameters(parts: dict[str, Any], gptq_bits: int) -> tuple[str, int | None, int]:
-    """Format, bits of a code (None: float, or EXL2, which mixes widths) and number of weights of one module, from the
-    shapes of its tensors."""
+    """Return format, bits of a code and number of weights of one module, from the shapes of its tensors.
+
+    Bits are None for float matrices, and for EXL2, which mixes widths.
+    """
     if "q_weight" in parts:
         return "exl2", None, int(parts["q_invperm"].shape[0] * parts["q_weight"].shape[1])
     if "qweight" in parts:

@@ -20,6 +20,10 @@ GROUP = "exl.commands"
 class CommandGroup(TyperGroup):
     """The built-in commands, then those of other packages; no package replaces a built-in one."""
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters of the group itself."""
+        return _without_types_of_flags(super().get_params(ctx))
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the built-in commands, then the names of other packages' commands in order."""
         own = super().list_commands(ctx)
@@ -27,15 +31,30 @@ class CommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by name, imported from its package if it is not built in; None for an unknown name."""
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        entry = _found().get(cmd_name)
-        if entry is None:
-            return None
-        command: Any = typer.main.get_command(_load(entry))
-        command.name = entry.name
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is None:
+            entry = _found().get(cmd_name)
+            if entry is None:
+                return None
+            command = typer.main.get_command(_load(entry))
+            command.name = entry.name
+        _show_flags(command, ctx)
         return command
+
+
+def _show_flags(command: Any, ctx: Any) -> None:
+    """Show the flags of a command, and of the commands of a group, without a type in their help."""
+    _without_types_of_flags(command.get_params(ctx))
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags(inner, ctx)
+
+
+def _without_types_of_flags(parameters: Any) -> Any:
+    """Return the parameters, those that are flags without a type: `--json <bool>` reads as if it took a value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
 
 
 def _found() -> dict[str, EntryPoint]:

@@ -89,7 +89,7 @@ class ModelDrafter(Drafter):
         self._vocab_size = min(vocab_size, runner.vocab_size)
         self._budget = budget
         self._computed: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, _ComputedGuesses] = weakref.WeakKeyDictionary()
-        #: seconds a token of the last pass that caught up
+        #: seconds per token of the last pass that computed tokens which the draft model had missed
         self._pace = 0.0
         self._reviews = 0
 

@@ -277,8 +277,9 @@ class Engine:
             self._deliver(events)
 
     def _job_steps(self, waiting: list[ExLlamaV2DynamicJob], prelaunched: bool) -> list[JobStep]:
-        """The jobs that are past their prompt, each with its draft tokens. `waiting`: jobs whose prompt was not
-        computed before this step.
+        """Return the jobs whose prompts are computed, each with its draft tokens.
+
+        `waiting`: jobs whose prompts were not computed before this step.
         """
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):

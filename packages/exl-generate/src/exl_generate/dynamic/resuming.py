@@ -91,6 +91,6 @@ class Rerun:
                 raise ResumeError(f"resume_from holds {token} where this run of the job has sampled {record.token}")
         del self._left[: len(again)]
         if ended and self._left:
-            raise ResumeError(f"resume_from holds {len(self._left)} ids behind the end of the job")
+            raise ResumeError(f"resume_from holds {len(self._left)} ids after the end of the job: leave them out")
         text = released.text[again[-1].end - start :] if again else released.text
         return Released(text, released.records[len(again) :])

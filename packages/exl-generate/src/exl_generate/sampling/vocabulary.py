@@ -29,14 +29,12 @@ class Vocabulary:
 
     Args:
         tokenizer: The tokenizer, or None.
-        width: Ids of the logits, which serve as the vocabulary if `tokenizer` is None; padding (at most 31 ids) then
-            counts,
-            too.
+        width: Number of ids in the logits. Without a tokenizer this is the size of the vocabulary, padding (at most 31
+            ids) included.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, width: int = 0) -> None:
-        """`width`: ids of the logits, which stand for the vocabulary if `tokenizer` is None; padding (at most 31 ids)
-        then counts too."""
+        """Keep a weak reference to `tokenizer`; see the class for `width`."""
         self._tokenizer = None if tokenizer is None else weakref.ref(tokenizer)
         self.size = width if tokenizer is None else int(tokenizer.get_vocab_size())
         known = width if tokenizer is None else int(tokenizer.config.vocab_size)

@@ -20,9 +20,10 @@ __all__ = ["STATES", "HalfWrittenError", "StatusReader", "StatusWriter", "status
 State = Literal["loading", "warming", "ready", "draining", "failed"]
 STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
 _SEQUENCE = struct.Struct("<Q")
-# boot, state, step, began, ended, seven counts, two rates, seconds of all steps, preemptions, page size.
+# Fields after the sequence number: boot, state, step, began, ended, seven counts, two rates, seconds of all steps,
+# preemptions, page size.
 _BODY = struct.Struct("<16sQQddQQQQQQQdddQQ")
-# Where the page has the sequence number, the step, began and ended, counted in numbers of 8 bytes.
+# Offsets in the page, in units of 8 bytes.
 _SEQUENCE_AT, _STEP_AT, _BEGAN_AT, _ENDED_AT = 0, 4, 5, 6
 _SIZE = 4096
 _TRIES = 1000
@@ -76,7 +77,7 @@ class StatusWriter:
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
     def begin_step(self, began: float) -> None:
-        """Count a step and write the times: `write` without all that a step's begin does not change."""
+        """Count a step and write only its number and times, which is faster than `write`."""
         self.step += 1
         self.began = began
         counts, times, sequence = self._counts, self._times, self._sequence

@@ -25,22 +25,22 @@ class AnswerQueue:
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
         self._events: list[AnswerEvent] = []
-        #: a `take` waits until a choice has pieces of so many tokens, or another event, and leaves other choices
+        #: tokens that a choice must have in the queue, or another event, before `take` returns its events
         self.interval = 1
         #: tokens of the waiting pieces, by choice
         self._tokens: dict[int, int] = {}
-        #: choices that a `take` need not wait for
+        #: choices whose events `take` may return
         self._ready: set[int] = set()
-        #: there is enough for a `take`
+        #: whether `take` can return at once
         self._enough = False
-        #: of a `take` that waits
+        #: future on which a `take` waits
         self._waiter: asyncio.Future[None] | None = None
         self._pause, self._resume = pause, resume
         self._paused = False
-        #: bytes that wait
+        #: bytes in the queue
         self.size = 0
         self.closed = False
-        #: when a waiting `take` gives up; the timer may belong to an earlier one, and then waits again
+        #: time at which a waiting `take` returns what there is; a timer of an earlier `take` is set again
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -90,7 +90,7 @@ class AnswerQueue:
         self._enough = interval == 1 or bool(self._ready) or self._paused
 
     def close(self) -> None:
-        """End all waiting: the client reads no more, so `take` returns at once."""
+        """Let `take` return at once from now on, because the client reads no more."""
         self.closed = True
         self._wake()
         self._stop_timer()
@@ -106,8 +106,10 @@ class AnswerQueue:
             self._timer = None
 
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
-        """Return the waiting events of the choices that have enough of them; all of them after `seconds`, or while the
-        request is paused. An empty list once closed.
+        """Wait for events and return them: those of choices that have `interval` tokens or another event.
+
+        After `seconds`, or while the request is paused, the result has all events. It is empty once the queue is
+        closed.
         """
         if not self._enough and not self.closed:
             loop = asyncio.get_running_loop()
@@ -136,9 +138,7 @@ class AnswerQueue:
             waiter.set_result(None)
 
     def _give_up_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        """Set the timer of a waiting `take`; one that fires too early waits again, which saves a timer for every
-        token.
-        """
+        """Set the timer of a waiting `take`. A timer that fires too early is set again: tokens need no timer each."""
         self._deadline = loop.time() + seconds
         if self._timer is None or self._timer_at > self._deadline:
             self._stop_timer()
@@ -188,7 +188,7 @@ def _last_of(events: list[AnswerEvent], choice: int) -> int:
 def _joins(last: Piece, event: Piece) -> bool:
     if isinstance(last, ToolArgs) and isinstance(event, ToolArgs) and last.index != event.index:
         return False
-    # In a piece the tokens without text are before the others.
+    # A piece holds the tokens without text first.
     return last.choice == event.choice and not (event.hidden and not isinstance(last, ToolArgs) and last.ids)
 
 

@@ -219,7 +219,7 @@ class Engines:
             return
         if state == "ready":
             process.serves = True
-        self.registry.told(
+        self.registry.reported(
             id,
             state,
             done=int(said.get("done", 0)),

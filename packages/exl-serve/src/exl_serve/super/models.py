@@ -163,8 +163,8 @@ class Registry:
         self._budget |= self._configured
         self._make_room(entry)
 
-    def told(self, id: str, state: str, *, done: int = 0, total: int = 0, reason: str = "") -> None:
-        """Record the reported state of its process: loading, warming, ready, failed."""
+    def reported(self, id: str, state: str, *, done: int = 0, total: int = 0, reason: str = "") -> None:
+        """Record the state that the model's process has reported: loading, warming, ready or failed."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in ("loading", "warming"):
             return

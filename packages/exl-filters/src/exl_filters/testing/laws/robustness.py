@@ -24,8 +24,7 @@ __all__: list[str] = []
 # meanwhile.
 KEPT_PER_CYCLE = 0.7
 
-# Iterations of generations in which growth may stop. A bounded cache fills up (numpy's cache of small arrays in a few
-# iterations); a leak grows in every iteration.
+# Iterations after which a bounded cache is full (numpy's cache of small arrays takes a few). A leak still grows then.
 ROUNDS = 15
 
 
