@@ -366,7 +366,7 @@ pub struct Kernel {
     pub local_bytes: usize,
     pub min_blocks: usize,
     /// Whether it has `wgmma`.
-    pub has_warpgroup_products: bool,
+    pub has_wgmma: bool,
     /// The text of every instruction's line, for messages.
     pub lines: std::sync::Arc<Vec<String>>,
 }

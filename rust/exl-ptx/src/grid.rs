@@ -307,14 +307,7 @@ fn unit(kernel: &Kernel, launch: &Launch, threads: u32, shared: usize, number: u
             threads,
             live: threads,
             reads: Vec::new(),
-            writers: vec![
-                0;
-                if kernel.has_warpgroup_products {
-                    shared
-                } else {
-                    0
-                }
-            ],
+            writers: vec![0; if kernel.has_wgmma { shared } else { 0 }],
         });
     }
     unit

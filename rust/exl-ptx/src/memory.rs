@@ -133,7 +133,7 @@ pub struct Block {
     /// Threads that have not exited.
     pub live: u32,
     pub reads: Vec<Reading>,
-    /// The thread that wrote each byte; empty in kernels without matrix instructions of warpgroups.
+    /// The thread that wrote each byte; empty in kernels without `wgmma`.
     pub writers: Vec<u16>,
 }
 

@@ -1,4 +1,4 @@
-//! `wgmma` against a plain product, over the layouts of shared memory that descriptors can name, and planted faults.
+//! `wgmma` against a plain loop, over the layouts of shared memory that descriptors can name, and planted faults.
 
 use exl_ptx::card::Card;
 use exl_ptx::grid::{Launch, run};
@@ -186,7 +186,7 @@ fn image_of(a: &Layout, b: &Layout) -> Vec<u8> {
 }
 
 #[test]
-fn products_of_every_layout() {
+fn every_layout_gives_the_sums() {
     for (a, b, a_in_registers) in [
         (PLAIN, PLAIN, false),
         (PLAIN, PLAIN, true),
@@ -213,16 +213,16 @@ fn products_of_every_layout() {
 }
 
 #[test]
-fn a_missing_fence_between_stores_and_products_is_found() {
+fn a_missing_fence_after_stores_is_found() {
     let text = kernel(&PLAIN, &PLAIN, false, "bar.sync 0;", WAIT);
     let why = outcome_of(&text, &image_of(&PLAIN, &PLAIN), 0).expect_err("no fence");
     assert!(why.contains("without a `fence.proxy.async`"), "{why}");
 }
 
 #[test]
-fn a_store_to_what_a_product_reads_is_found_until_the_wait() {
+fn a_store_before_the_wait_is_found() {
     let image = image_of(&PLAIN, &PLAIN);
-    // B's first value, and bytes behind A that no product reads.
+    // B's first value, and bytes behind A that no instruction reads.
     let (read, unread) = (A_BYTES, A_BYTES - 1024);
     let store = |to: usize| format!("st.shared.u32 [%r3+{to}], %r7;\n");
     let early = |to: usize| {
@@ -234,7 +234,7 @@ fn a_store_to_what_a_product_reads_is_found_until_the_wait() {
     let outcome = |wait: &str| outcome_of(&kernel(&PLAIN, &PLAIN, false, FENCE, wait), &image, 0);
 
     outcome(&format!("{WAIT}\nbar.sync 0;\n{}", store(read))).expect("a store behind the wait");
-    outcome(&early(unread)).expect("a store to bytes that no product reads");
+    outcome(&early(unread)).expect("a store to bytes that no instruction reads");
     let why = outcome(&early(read)).expect_err("a store before the wait");
     assert!(why.contains("may still read"), "{why}");
     let one_pending = WAIT.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 1");

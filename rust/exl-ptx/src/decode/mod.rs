@@ -53,8 +53,8 @@ pub fn decode(
     decoder.function(entry, symbols, None, 0)?;
     decoder.push(0, None, Op::Exit, vec![], vec![]);
     decoder.resolve()?;
-    let product = |i: &Instruction| matches!(i.op, Op::WarpgroupProduct(_));
-    let has_warpgroup_products = decoder.code.iter().any(product);
+    let wgmma = |i: &Instruction| matches!(i.op, Op::WarpgroupProduct(_));
+    let has_wgmma = decoder.code.iter().any(wgmma);
     let mut kernel = Kernel {
         name: name.to_owned(),
         code: decoder.code,
@@ -68,7 +68,7 @@ pub fn decode(
         dynamic_at,
         local_bytes: decoder.local_bytes.next_multiple_of(16),
         min_blocks: entry.min_blocks.unwrap_or(1),
-        has_warpgroup_products,
+        has_wgmma,
         lines: Arc::clone(lines),
     };
     crate::registers::assign(&mut kernel, &decoder.widths);

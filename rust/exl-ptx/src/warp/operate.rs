@@ -74,9 +74,9 @@ impl Warp {
             Op::StoreMatrix(matrices) => self.store_matrices(world, matrices, i)?,
             Op::MoveMatrix => self.transpose_matrix(world, i, exec),
             Op::Product(shape) => self.multiply(world, &shape, i, exec)?,
-            Op::WarpgroupProduct(product) => self.warpgroup_multiply(world, &product, i, exec)?,
+            Op::WarpgroupProduct(product) => self.wgmma(world, &product, i, exec)?,
             Op::WarpgroupCommit => self.product_group += 1,
-            Op::WarpgroupWait => self.wait_for_products(world, i),
+            Op::WarpgroupWait => self.wait_for_wgmma(world, i),
             Op::ProxyFence => self.fence_proxies(world, exec),
 
             // Copies that complete later.

@@ -1,7 +1,8 @@
 //! Matrix instructions of a warpgroup (`wgmma`). Each warp multiplies its 16 rows of A as soon as it reaches the instruction.
 //!
-//! What a card may do later is checked instead: shared memory must be visible to the instruction (`fence.proxy.async` behind ordinary stores)
-//! and must not be written before a `wgmma.wait_group` that covers the instruction. Registers that are used too early are not found.
+//! A card may read later, so what it relies on is checked: shared memory must be visible to the instruction (`fence.proxy.async` after
+//! ordinary stores) and must not be written before a `wgmma.wait_group` that covers the instruction. Registers that are used too early are
+//! not found.
 
 use super::{Warp, lanes_of};
 use crate::code::{Element, Instruction, Space, WarpgroupProduct};
@@ -66,7 +67,7 @@ impl Stored {
 
 impl Warp {
     /// `wgmma.mma_async`
-    pub(super) fn warpgroup_multiply(
+    pub(super) fn wgmma(
         &mut self,
         world: &mut World,
         product: &WarpgroupProduct,
@@ -214,7 +215,7 @@ impl Warp {
     }
 
     /// `wgmma.wait_group`: the groups before the last `pending` have read their operands.
-    pub(super) fn wait_for_products(&self, world: &mut World, i: &Instruction) {
+    pub(super) fn wait_for_wgmma(&self, world: &mut World, i: &Instruction) {
         let pending = self.word(world, i.from[0])[0];
         let finished = self.product_group.saturating_sub(pending);
         world.blocks[self.block]
