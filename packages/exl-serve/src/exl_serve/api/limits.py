@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -133,6 +133,15 @@ class _Parser:
         return parser
 
 
+class _Ending:
+    """The transport of one answer; its protocol decides when it is closed."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
 class _Guarded(HttpToolsProtocol):
     limits: Limits
     proxies: TrustedProxies
@@ -152,6 +161,7 @@ class _Guarded(HttpToolsProtocol):
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
         self._in_body = False  # its headers are complete
+        self._last = False  # it has its answer, and is the last one of the connection
         self._body_began = 0.0
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
@@ -264,7 +274,10 @@ class _Guarded(HttpToolsProtocol):
         self._arm(min(1.0, self.limits.body_seconds), self._body_check)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self.transport.is_closing():
+            return  # it follows the connection's last request
         self._answering = cycle
+        cycle.transport = _Ending(self.transport, self._end)  # type: ignore[assignment]
         if cycle.scope["http_version"] == "1.0":
             app = _unchunked(cycle, app)
         super()._start_asgi_task(cycle, app)
@@ -284,6 +297,18 @@ class _Guarded(HttpToolsProtocol):
         self._reading = False
         self._disarm()
         super().on_message_complete()
+        if self._last:
+            self.transport.close()
+
+    def _end(self) -> None:
+        """Close the connection, but not while the client sends the body of a request that has its answer: many clients
+        do not look for an answer after a reset (RFC 9112, section 9.6).
+        """
+        answering = self._answering
+        if answering is not None and answering.response_complete and answering.more_body:
+            self._last = True  # the body has a time limit, as everywhere
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         if self._proxied and self._counted:
@@ -353,7 +378,8 @@ class _Guarded(HttpToolsProtocol):
         """
         self._looking = None
         waits = self.transport.get_write_buffer_size()
-        if self._asked and not self.cycle.response_complete and not self.flow.write_paused:
+        answering = self._answering  # not `cycle`: behind the last answer it may be one that gets none
+        if answering is not None and not answering.response_complete and not self.flow.write_paused:
             return  # the next answer has begun, and adds to what waits
         if waits and before - waits < READ_RATE * UNREAD_SECONDS:
             self.meter.count("exl_stalled_streams_total")
@@ -372,7 +398,8 @@ class _Guarded(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         answering = self._answering  # not `cycle`, which may be a request behind it
-        if answering is None or not answering.response_started or answering.response_complete:
+        answered = self._reading and self._in_body and self.cycle.response_complete  # before its body was complete
+        if not answered and (answering is None or not answering.response_started or answering.response_complete):
             body = msgspec.json.encode(error.body())
             lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
             if error.retry_after is not None:
