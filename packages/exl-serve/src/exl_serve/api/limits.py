@@ -197,9 +197,11 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self._looking is not None:
             self._looking.cancel()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True  # uvicorn marks `cycle` only
-            self._answering.message_event.set()
+        if self._answering is not None:
+            self._answering.transport = self.transport  # no cycle of references is left
+            if not self._answering.response_complete:
+                self._answering.disconnected = True  # uvicorn marks `cycle` only
+                self._answering.message_event.set()
         while self._counted:
             self._forget_first()
         super().connection_lost(exc)
