@@ -117,6 +117,43 @@ def test_slow_headers_end_the_connection_and_nobody_elses() -> None:
     run(SLOW, work)
 
 
+async def late(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(3 * SLOW.header_seconds)
+    await early(scope, receive, send)
+
+
+def test_headers_that_begin_behind_a_request_have_their_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin while the answer is on its way, and then drip."""
+    monkeypatch.setattr(f"{__name__}.app", late)
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx: ")
+        await reader.readuntil(b"\r\n\r\nno")
+        rest = asyncio.create_task(reader.read())
+        while not rest.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        writer.close()
+        assert code(await rest) == (408, "header_timeout")
+
+    run(SLOW, work)
+
+
+def test_an_empty_line_behind_an_answer_is_no_request() -> None:
+    """Some clients send one behind a body."""
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+    run(SLOW, work)
+
+
 def test_a_slow_body_ends_with_408() -> None:
     async def work(port: int) -> None:
         answer = await ask(port, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc")

@@ -238,6 +238,8 @@ class _Guarded(HttpToolsProtocol):
         self._reading, self._in_body = True, False
         self._header_bytes = self._header_count = self._received = 0
         self._paused = 0.0
+        if self._timer is None:  # it begins in one segment with the end of the message before it
+            self._arm(self.limits.header_seconds, self._header_deadline)
 
     def on_url(self, url: bytes) -> None:
         self._count_header(len(url))
@@ -338,11 +340,14 @@ class _Guarded(HttpToolsProtocol):
 
     def _header_deadline(self) -> None:
         self._timer = None
-        if not self._reading and not self._asked:
-            self.transport.close()  # nothing was sent at all
+        answered = not self._asked or self.cycle.response_complete
+        if not self._reading:
+            if answered:
+                self.transport.close()  # nothing was sent at all, or only an empty line behind an answer
             return
-        if self._asked and not self.cycle.response_complete:
-            return  # an answer is on its way; a pipelined message behind it may wait
+        if not answered:  # a pipelined message behind the answer may wait
+            self._arm(self.limits.header_seconds, self._header_deadline)
+            return
         seconds = self.limits.header_seconds
         self._refuse(ServeError(408, "timeout", "header_timeout", f"no complete headers within {seconds:g} seconds"))
 
