@@ -154,6 +154,18 @@ def test_an_empty_line_behind_an_answer_is_no_request() -> None:
     run(SLOW, work)
 
 
+@pytest.mark.parametrize("hosts", [b"", b"host: a\r\nhost: b\r\n", b"host: a\r\nHost: a\r\n"])
+def test_a_request_has_one_host(hosts: bytes) -> None:
+    """RFC 9112, section 3.2. A proxy and this server might read two of them differently."""
+
+    async def work(port: int) -> None:
+        assert code(await ask(port, b"GET / HTTP/1.1\r\n" + hosts + b"\r\n")) == (400, "bad_request")
+        answer = await ask(port, b"GET / HTTP/1.0\r\n" + hosts + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 " if hosts else b"HTTP/1.1 200 ")
+
+    run(PATIENT, work)
+
+
 def test_a_slow_body_ends_with_408() -> None:
     async def work(port: int) -> None:
         answer = await ask(port, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc")

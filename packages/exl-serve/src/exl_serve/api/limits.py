@@ -255,6 +255,10 @@ class _Guarded(HttpToolsProtocol):
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise ValueError("no tunnels here")  # httptools would take its body for the next request
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            self._refusal = ServeError.invalid(f"the request has {hosts} host headers: send one", code="bad_request")
+            raise ValueError("not one host")
         if self.parser.should_upgrade():
             lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
