@@ -396,6 +396,22 @@ def test_large_headers_are_refused(headers: bytes) -> None:
     run(PATIENT, work)
 
 
+def test_a_target_without_a_path_is_answered_400() -> None:
+    """Also behind a request that has its answer."""
+    bad = b"GET http://a HTTP/1.1\r\nhost: a\r\n\r\n"
+
+    async def work(port: int) -> None:
+        assert code(await ask(port, bad)) == (400, "bad_request")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(bad)
+        assert code(await reader.read()) == (400, "bad_request")
+        writer.close()
+
+    run(SLOW, work)
+
+
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
 def test_bytes_that_are_no_request_are_answered_400(data: bytes) -> None:
     async def work(port: int) -> None:

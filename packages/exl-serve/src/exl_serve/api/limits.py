@@ -264,7 +264,6 @@ class _Guarded(HttpToolsProtocol):
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
             self._head = b"\r\n".join(lines) + b"\r\n\r\n"
             return
-        self._in_body = True
         self._disarm()
         app = self.app
         if self._proxied:
@@ -277,7 +276,7 @@ class _Guarded(HttpToolsProtocol):
             super().on_headers_complete()
         finally:
             self.app = app
-        self._asked = True
+        self._asked = self._in_body = True
         self._body_began = self.loop.time()
         self._arm(min(1.0, self.limits.body_seconds), self._body_check)
 
