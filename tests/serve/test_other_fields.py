@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -329,3 +330,36 @@ def test_a_priority_that_a_key_lacks_is_named(server: LiveServer) -> None:
     body = {"model": "fable", "prompt": "A", "max_tokens": 1, "priority": 0}
     error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["error"]
     assert (error["code"], error["param"]) == ("insufficient_scope", "priority")
+
+
+@pytest.mark.parametrize("wanted", [{}, {"guided_choice": ["abc"]}, {"skip_special_tokens": False}])
+def test_a_special_token_is_not_healed(server: LiveServer, wanted: dict[str, Any]) -> None:
+    """The prompt of a chat ends with one. It would stand in the answer again, or be no begin of the wanted format."""
+    body = {"model": "fable", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 8}
+    body |= {"temperature": 0, "logprobs": True, "return_token_ids": True, **wanted}
+    found = [
+        httpx.post(f"{server.url}/v1/chat/completions", json={**body, "token_healing": healed}, timeout=120)
+        for healed in (False, True)
+    ]
+    assert [one.status_code for one in found] == [200, 200]
+    plain, healed = ({**one.json()["choices"][0], "usage": one.json()["usage"]["total_tokens"]} for one in found)
+    assert healed == plain
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_offsets_of_a_healed_answer_are_places_in_its_text(server: LiveServer, streamed: bool) -> None:
+    """The first token begins with the end of the prompt, which is no part of the text."""
+    body = {"model": "fable", "prompt": ["Once upo", "Once", "Once upon "], "max_tokens": 5, "temperature": 0}
+    body |= {"logprobs": 0, "token_healing": True, "stream": streamed}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [choice for one in (lines if streamed else [answer.text]) for choice in json.loads(one)["choices"]]
+    for index in range(3):
+        own = [part for part in parts if part["index"] == index]
+        text = "".join(part["text"] for part in own)
+        shown = [part["logprobs"] for part in own if part["logprobs"]]
+        places = [at for one in shown for at in one["text_offset"]]
+        tokens = [token for one in shown for token in one["tokens"]]
+        assert places[0] == 0
+        assert all(text[at:].startswith(token) for at, token in list(zip(places, tokens, strict=True))[1:])
+        assert len(tokens) > 3

@@ -117,6 +117,55 @@ def test_slow_headers_end_only_their_connection() -> None:
     run(SLOW, work)
 
 
+async def late(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(3 * SLOW.header_seconds)
+    await early(scope, receive, send)
+
+
+def test_headers_that_begin_behind_a_request_have_their_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin while the answer is on its way, and then drip."""
+    monkeypatch.setattr(f"{__name__}.app", late)
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx: ")
+        await reader.readuntil(b"\r\n\r\nno")
+        rest = asyncio.create_task(reader.read())
+        while not rest.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        writer.close()
+        assert code(await rest) == (408, "header_timeout")
+
+    run(SLOW, work)
+
+
+def test_an_empty_line_behind_an_answer_is_no_request() -> None:
+    """Some clients send one behind a body."""
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+    run(SLOW, work)
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: a\r\nhost: b\r\n", b"host: a\r\nHost: a\r\n"])
+def test_a_request_has_one_host(hosts: bytes) -> None:
+    """RFC 9112, section 3.2. A proxy and this server might read two of them differently."""
+
+    async def work(port: int) -> None:
+        assert code(await ask(port, b"GET / HTTP/1.1\r\n" + hosts + b"\r\n")) == (400, "bad_request")
+        answer = await ask(port, b"GET / HTTP/1.0\r\n" + hosts + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 " if hosts else b"HTTP/1.1 200 ")
+
+    run(PATIENT, work)
+
+
 def test_a_slow_body_ends_with_408() -> None:
     async def work(port: int) -> None:
         answer = await ask(port, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc")
@@ -154,6 +203,58 @@ def test_a_body_that_comes_in_pieces_is_read() -> None:
         writer.close()
 
     run(PATIENT, work)
+
+
+STARTED: list[str] = []
+"""Methods of the requests that reached `early`."""
+
+
+async def early(scope: Any, receive: Any, send: Any) -> None:
+    STARTED.append(scope["method"])
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+@pytest.mark.parametrize("end", [b"1.1\r\nconnection: close", b"1.0\r\nconnection: keep-alive"])
+@pytest.mark.parametrize("behind", [b"", CLOSE])
+def test_a_last_request_that_is_answered_early_is_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, end: bytes, behind: bytes
+) -> None:
+    """A client that sends its whole body before it reads would see a reset connection instead of the answer."""
+    STARTED.clear()
+    monkeypatch.setattr(f"{__name__}.app", early)
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/" + end + b"\r\nhost: a\r\ncontent-length: 20000000\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        for part in [bytes(1_000_000)] * 19 + [bytes(1_000_000) + behind]:
+            writer.write(part)
+            await writer.drain()
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert await reader.read() == b"no"
+        writer.close()
+        assert STARTED == ["POST"]
+
+    run(PATIENT, work)
+
+
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_a_request_that_is_answered_early_has_one_answer(monkeypatch: pytest.MonkeyPatch, connection: bytes) -> None:
+    """An error in its body, or a body that does not come, ends the connection."""
+    monkeypatch.setattr(f"{__name__}.app", early)
+    post = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: " + connection + b"\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post)
+        await reader.readuntil(b"no")
+        writer.write(b"zz\r\n")
+        assert await reader.read() == b""
+        writer.close()
+        assert (await ask(port, post)).endswith(b"\r\n\r\nno")
+
+    run(SLOW, work)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +394,22 @@ def test_large_headers_are_refused(headers: bytes) -> None:
         assert code(await ask(port, b"GET /" + b"u" * 20_000 + b" HTTP/1.1\r\n\r\n")) == (431, "headers_too_large")
 
     run(PATIENT, work)
+
+
+def test_a_target_without_a_path_is_answered_400() -> None:
+    """Also behind a request that has its answer."""
+    bad = b"GET http://a HTTP/1.1\r\nhost: a\r\n\r\n"
+
+    async def work(port: int) -> None:
+        assert code(await ask(port, bad)) == (400, "bad_request")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(bad)
+        assert code(await reader.read()) == (400, "bad_request")
+        writer.close()
+
+    run(SLOW, work)
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
@@ -453,6 +570,22 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyP
 
     run(PATIENT, work, meter=meter)
     assert meter.names == ["exl_stalled_streams_total"]
+
+
+def test_a_last_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another request is behind it, which gets no answer, and so little waits that writing goes on."""
+    monkeypatch.setattr(f"{__name__}.app", large)
+    monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(api_limits, "UNSENT_BYTES", 2 * LARGE)
+    meter = Counting()
+
+    async def work(port: int) -> None:
+        with small_client(port) as client:
+            client.send(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n" + CLOSE)  # which is not granted
+            while not meter.names:
+                await asyncio.sleep(0.01)
+
+    run(PATIENT, work, meter=meter)
 
 
 def test_a_whole_answer_that_is_read_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,8 @@ async def completions(call: Call) -> None:
         truncated=truncated,
     )
     answer.prompt_ids = prompts
+    ends = [text.piece(prompt[-1]) for prompt in prompts]
+    answer.healed = [end if one.token_healing else b"" for end, one in zip(ends, requests, strict=True)]
     if not shown:
         answer.hidden = frozenset(text.special.values())
     if fields.get("echo", False):

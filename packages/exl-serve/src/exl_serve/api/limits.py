@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -133,6 +133,15 @@ class _Parser:
         return parser
 
 
+class _Ending:
+    """The transport of one answer; its protocol decides when it is closed."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
 class _Guarded(HttpToolsProtocol):
     limits: Limits
     proxies: TrustedProxies
@@ -152,6 +161,7 @@ class _Guarded(HttpToolsProtocol):
         self._asked = False  # a request has begun: `cycle` is there
         self._reading = False  # a message has begun and is not complete
         self._in_body = False  # its headers are complete
+        self._last = False  # it has its answer, and is the last one of the connection
         self._body_began = 0.0
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
@@ -187,9 +197,11 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self._looking is not None:
             self._looking.cancel()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True  # uvicorn marks `cycle` only
-            self._answering.message_event.set()
+        if self._answering is not None:
+            self._answering.transport = self.transport  # no cycle of references is left
+            if not self._answering.response_complete:
+                self._answering.disconnected = True  # uvicorn marks `cycle` only
+                self._answering.message_event.set()
         while self._counted:
             self._forget_first()
         super().connection_lost(exc)
@@ -226,6 +238,8 @@ class _Guarded(HttpToolsProtocol):
         self._reading, self._in_body = True, False
         self._header_bytes = self._header_count = self._received = 0
         self._paused = 0.0
+        if self._timer is None:  # it begins in one segment with the end of the message before it
+            self._arm(self.limits.header_seconds, self._header_deadline)
 
     def on_url(self, url: bytes) -> None:
         self._count_header(len(url))
@@ -241,12 +255,15 @@ class _Guarded(HttpToolsProtocol):
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise ValueError("no tunnels here")  # httptools would take its body for the next request
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            self._refusal = ServeError.invalid(f"the request has {hosts} host headers: send one", code="bad_request")
+            raise ValueError("not one host")
         if self.parser.should_upgrade():
             lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
             lines += [b"%s: %s" % header for header in self.headers if header[0] not in OFFER]
             self._head = b"\r\n".join(lines) + b"\r\n\r\n"
             return
-        self._in_body = True
         self._disarm()
         app = self.app
         if self._proxied:
@@ -259,12 +276,15 @@ class _Guarded(HttpToolsProtocol):
             super().on_headers_complete()
         finally:
             self.app = app
-        self._asked = True
+        self._asked = self._in_body = True
         self._body_began = self.loop.time()
         self._arm(min(1.0, self.limits.body_seconds), self._body_check)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self.transport.is_closing():
+            return  # it follows the connection's last request
         self._answering = cycle
+        cycle.transport = _Ending(self.transport, self._end)  # type: ignore[assignment]
         if cycle.scope["http_version"] == "1.0":
             app = _unchunked(cycle, app)
         super()._start_asgi_task(cycle, app)
@@ -284,6 +304,18 @@ class _Guarded(HttpToolsProtocol):
         self._reading = False
         self._disarm()
         super().on_message_complete()
+        if self._last:
+            self.transport.close()
+
+    def _end(self) -> None:
+        """Close the connection, but not while the client sends the body of a request that has its answer: many clients
+        do not look for an answer after a reset (RFC 9112, section 9.6).
+        """
+        answering = self._answering
+        if answering is not None and answering.response_complete and answering.more_body:
+            self._last = True  # the body has a time limit, as everywhere
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         if self._proxied and self._counted:
@@ -311,11 +343,14 @@ class _Guarded(HttpToolsProtocol):
 
     def _header_deadline(self) -> None:
         self._timer = None
-        if not self._reading and not self._asked:
-            self.transport.close()  # nothing was sent at all
+        answered = not self._asked or self.cycle.response_complete
+        if not self._reading:
+            if answered:
+                self.transport.close()  # nothing was sent at all, or only an empty line behind an answer
             return
-        if self._asked and not self.cycle.response_complete:
-            return  # an answer is on its way; a pipelined message behind it may wait
+        if not answered:  # a pipelined message behind the answer may wait
+            self._arm(self.limits.header_seconds, self._header_deadline)
+            return
         seconds = self.limits.header_seconds
         self._refuse(ServeError(408, "timeout", "header_timeout", f"no complete headers within {seconds:g} seconds"))
 
@@ -353,7 +388,8 @@ class _Guarded(HttpToolsProtocol):
         """
         self._looking = None
         waits = self.transport.get_write_buffer_size()
-        if self._asked and not self.cycle.response_complete and not self.flow.write_paused:
+        answering = self._answering  # not `cycle`: behind the last answer it may be one that gets none
+        if answering is not None and not answering.response_complete and not self.flow.write_paused:
             return  # the next answer has begun, and adds to what waits
         if waits and before - waits < READ_RATE * UNREAD_SECONDS:
             self.meter.count("exl_stalled_streams_total")
@@ -372,7 +408,8 @@ class _Guarded(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         answering = self._answering  # not `cycle`, which may be a request behind it
-        if answering is None or not answering.response_started or answering.response_complete:
+        answered = self._reading and self._in_body and self.cycle.response_complete  # before its body was complete
+        if not answered and (answering is None or not answering.response_started or answering.response_complete):
             body = msgspec.json.encode(error.body())
             lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
             if error.retry_after is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from exl_serve.api.http import Call
-from exl_serve.api.state import ModelHandle
+from exl_serve.api.state import ModelHandle, TextCodec
 from exl_serve.engine.client import EngineClient
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import IGNORED, Field, read_fields
@@ -264,7 +264,7 @@ def engine_request(
         ignore_eos=fields.get("ignore_eos", False),
         banned_strings=fields.get("banned_strings", ()),
         constraints=constraints,
-        token_healing=fields.get("token_healing", False),
+        token_healing=fields.get("token_healing", False) and _can_be_healed(ids, negative_ids, text),
         special_text=special_text,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -276,6 +276,12 @@ def engine_request(
         priority=priority,
         fill=asked is None,
     )
+
+
+def _can_be_healed(ids: Sequence[int], negative_ids: Sequence[int] | None, text: TextCodec) -> bool:
+    """Whether the last token of a prompt can be the begin of a longer one: a special token cannot."""
+    shortest = len(ids) if negative_ids is None else min(len(ids), len(negative_ids))
+    return shortest > 1 and ids[-1] not in text.special.values()
 
 
 def seed_of(call: Call, fields: Mapping[str, Any]) -> int:

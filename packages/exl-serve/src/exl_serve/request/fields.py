@@ -205,7 +205,7 @@ COMMON: tuple[Field, ...] = (
         "token_healing",
         boolean,
         "true or false",
-        meaning="sample the prompt's last token again, so that a word that it cuts can be completed",
+        meaning="sample the prompt's last token again, unless it is special: a word that it cuts can be completed",
     ),
     Field(
         "banned_strings",

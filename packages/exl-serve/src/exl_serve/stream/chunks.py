@@ -416,18 +416,20 @@ def _as_function_call(choice: dict[str, Any], part: str) -> None:
 
 class Completion(Answer):
     """The shape of /v1/completions. `echo`: the text of each choice's prompt, in front of its completion; with
-    log-probabilities also those of the prompt. `hidden`: tokens without a text in the answer.
+    log-probabilities also those of the prompt. `hidden`: tokens without a text in the answer. `healed`: for each prompt
+    the bytes of its last token, which the first token of an answer repeats; none of them is healed where it is empty.
     """
 
     object_name = chunk_name = "text_completion"
     echo: Sequence[str] = ()
     hidden: frozenset[int] = frozenset()
+    healed: Sequence[bytes] = ()
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        if not self.echo:
-            return []
         choice = self.choices[index]
         choice.places = self._places(index)
+        if not self.echo:
+            return []
         logprobs = self._shape(self._of_prompt(index), choice.places) if self._logprobs else None
         shown = self.echo[index] or logprobs
         return [self._text_chunk(index, self.echo[index], logprobs, first=True)] if shown else []
@@ -437,9 +439,11 @@ class Completion(Answer):
 
     def _places(self, index: int) -> _Places:
         """Return the places of tokens in the text of a choice, from its first one on."""
-        if not self.echo:
-            return _Places()
         places = _Places()
+        if not self.echo:
+            if self.healed:
+                places.take(self.healed[index // self._per_prompt])
+            return _Places(-places.at)
         for one in self._of_prompt(index):
             places.take(self._piece_of(one.id))
         # Decoding a prompt may drop the space in front of it, which its first token has.
