@@ -57,7 +57,7 @@ def guarded(limits: Limits, proxies: Sequence[str] = (), meter: Meter | None = N
 def keep_alive(limits: Limits) -> int:
     """Return the seconds that uvicorn keeps an idle connection: whole ones, and at least 1.
 
-    With 0 it would close each connection behind its answer.
+    With 0 it would close each connection after its answer.
     """
     return max(1, math.ceil(limits.keep_alive_seconds))
 
@@ -315,7 +315,7 @@ class _Guarded(HttpToolsProtocol):
             self.transport.close()  # nothing was sent at all
             return
         if self._asked and not self.cycle.response_complete:
-            return  # an answer is on its way; a pipelined message behind it may wait
+            return  # an answer is on its way; a pipelined message after it may wait
         seconds = self.limits.header_seconds
         self._refuse(ServeError(408, "timeout", "header_timeout", f"no complete headers within {seconds:g} seconds"))
 
@@ -371,7 +371,7 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        answering = self._answering  # not `cycle`, which may be a request behind it
+        answering = self._answering  # not `cycle`, which may be a later request
         if answering is None or not answering.response_started or answering.response_complete:
             body = msgspec.json.encode(error.body())
             lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
