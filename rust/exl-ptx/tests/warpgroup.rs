@@ -64,7 +64,7 @@ const SWIZZLED: Layout = Layout {
     swizzle: 1,
     transposed: false,
 };
-/// Values of K one after another, 64 columns in 128 bytes; the next 64 columns behind them.
+/// Values of K one after another, 64 columns in 128 bytes; the next 64 columns after them.
 const SWIZZLED_TRANSPOSED: Layout = Layout {
     place: |at, k| at / 64 * 8192 + k * 128 + ((at % 64 / 8) ^ (k % 8)) * 16 + at % 8 * 2,
     leading: 8192,
