@@ -210,7 +210,7 @@ def test_a_request_that_offers_another_protocol_may_end_its_connection(end: byte
     run(PATIENT, work)
 
 
-def test_data_behind_an_offer_of_another_protocol_is_checked() -> None:
+def test_data_after_an_offer_of_another_protocol_is_checked() -> None:
     offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
 
     async def work(port: int) -> None:
@@ -231,7 +231,7 @@ async def slow_stream(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_an_error_is_not_written_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A malformed request comes behind a good one that waits for a running stream."""
+    """A malformed request comes after a good one that waits for a running stream."""
     monkeypatch.setattr(f"{__name__}.app", slow_stream)
     get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -439,7 +439,7 @@ async def received(client: socket.socket, pause: float = 0.0) -> int:
 
 @pytest.mark.parametrize("again", [b"", CLOSE])
 def test_a_whole_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch, again: bytes) -> None:
-    """Also with another request behind it."""
+    """Also with another request after it."""
     monkeypatch.setattr(f"{__name__}.app", large)
     monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 0.2)
     meter = Counting()
