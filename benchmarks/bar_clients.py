@@ -33,7 +33,7 @@ __all__ = [
 CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
 KINDS = ("all", "readers", "senders", "schemas")
 """Hostile clients: slow readers, slow senders, large schemas, or all of them."""
-BESIDE_SECONDS = 600.0
+CLIENT_SECONDS = 600.0
 START_SECONDS = 120.0
 
 
@@ -122,7 +122,7 @@ def _run_clients(kind: str, port: int, begun: Any) -> None:
 
 
 async def _clients(kind: str, port: int, begun: Any) -> None:
-    until = time.perf_counter() + BESIDE_SECONDS
+    until = time.perf_counter() + CLIENT_SECONDS
     found: list[Awaitable[Any]] = []
     if kind == "ordinary":
         draw = random.Random(2)
@@ -142,7 +142,7 @@ async def _slow_reader(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
     writer.write(message(HEAD, completion(random.Random(2), 900)))
     await reader.readline()
-    await asyncio.sleep(BESIDE_SECONDS)
+    await asyncio.sleep(CLIENT_SECONDS)
 
 
 async def _slow_sender(port: int) -> None:

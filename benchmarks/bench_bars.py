@@ -14,8 +14,8 @@ only on a machine that does nothing else. One JSON line for each bar, and in wor
     lag      99th percentile of the lateness of a worker's event loop: images of 20 MB, long prompts, large schemas.
              Its second figure leaves out the time in which the loop's thread waited for a core, so it counts on a
              machine with few cores as well
-    hostile  time between events of 16 streams beside 100 slow readers, slow senders and large schemas, over that beside
-             100 ordinary streams; with `--hostile readers`, `senders` or `schemas` beside those alone. Each of
+    hostile  time between events of 16 streams during 100 slow readers, slow senders and large schemas, divided by that
+             during 100 ordinary streams; `--hostile readers`, `senders` or `schemas` runs only those. Each of
              six runs (three pairs) lasts `--seconds` and some seconds more: two minutes in all
     health   99th percentile of /health/ready in a burst of 2,000 requests
     queue    time of a step with 10,000 queued requests over none, and its longest pause
@@ -232,9 +232,9 @@ def lag(given: Given) -> list[Bar]:
 
 
 def hostile(given: Given) -> list[Bar]:
-    """Time between events of well-behaved clients beside hostile ones, over that beside as many well-behaved ones.
+    """Time between events of well-behaved clients alongside hostile ones, divided by that alongside well-behaved ones.
 
-    The clients beside are another process: what they compute must not hold up those that measure.
+    The other clients run in their own process, so that their work does not delay the clients that measure.
     """
 
     async def measured(port: int) -> float:

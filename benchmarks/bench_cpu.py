@@ -8,7 +8,7 @@ mode and rows: GB/s of weight memory and its share of the roof), "experts" (with
 experts in one call over one after the other and over a dense MLP), "model" (a random model of a shape of
 make_random_model.py through exl_core: load, decode, prefill, eight sequences at once, peak memory; the generator's
 tokens a second), "modes" (exact over int8). Threads are pinned to one core each. Roofs are
-measured beside each case, because on shared machines they drift.
+measured with each case, because on shared machines they drift.
 
 --peer runs another engine's script before and after ours in the same minute and reprints its lines with the ratio.
 """

@@ -1,4 +1,4 @@
-"""CPU operators beside matmul: attention by cache kind and context, store, norms. Prints one JSON object a line.
+"""CPU operators other than matmul: attention by cache kind and context, store, norms. Prints one JSON object a line.
 
 `roof` is the read bandwidth of the same run (GB/s over a buffer that no cache holds, all threads); `share` is the
 part of it that the case reaches, counting the bytes it must read. `python benchmarks/bench_cpu_ops.py [--quick]`.

@@ -43,7 +43,7 @@ CACHES |= {f"tp-{kind}": partial(_sharded_cache, base) for kind, base in bench_s
 
 
 def logits_of(model: ExLlamaV2, kind: str, batch: int) -> Tensor:
-    """Logits of a prompt's end and eight steps behind it, all queued before the first is read; on the CPU."""
+    """Logits of a prompt's end and the eight steps after it, all queued before the first is read; on the CPU."""
     cache = CACHES[kind](model, max_seq_len=PAGE * batch)
     ids = torch.randint(300, model.config.vocab_size, (batch, 40), generator=torch.Generator().manual_seed(batch))
     found = []

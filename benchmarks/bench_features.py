@@ -1,4 +1,4 @@
-"""Time decode steps of each feature through the dynamic generator, beside greedy ones of the same run.
+"""Time decode steps of each feature through the dynamic generator, and greedy ones in the same run.
 
     python benchmarks/bench_features.py [--feature NAME ...] [--batch 1 32] [--shape 8b] [--rounds 3] [--quick]
 

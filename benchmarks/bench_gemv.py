@@ -1,4 +1,4 @@
-"""Measure quantized matmuls at the shapes of an 8B Llama: time, bandwidth, share of the read roof; cuBLAS FP16 beside.
+"""Measure quantized matmuls at the shapes of an 8B Llama: time, bandwidth, share of the read roof; with cuBLAS FP16.
 
     python benchmarks/bench_gemv.py [--quick | --tune]
 

@@ -1,4 +1,4 @@
-"""Host cost of the dynamic generator beside a model that costs nothing. JSON lines, each after a check of its results.
+"""Host cost of the dynamic generator with a model that costs nothing. JSON lines, each after a check of its results.
 
 python benchmarks/bench_host.py [--active 64] [--queued 0 10000] [--cached-pages 1000 100000] [--vocab 32000]
 

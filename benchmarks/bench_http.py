@@ -20,7 +20,7 @@ generator in processes of their own. The tokens of both ways are compared. One J
                      step both ways
     prompt_wait_ms   as given, left out if 0; `strict`: false with --no-strict, else left out
     added            milliseconds that HTTP adds: to the first token at the first `--load`; between events of the closed
-                     loop, beside the engine process's own stamps
+                     loop, compared with the engine process's own stamps
 
 After the line, on standard error, the bars and whether each is met; ends with 1 if one is missed.
 
@@ -48,7 +48,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from host_cost import host_cost, timed
-from http_engine import Floor, HostSteps, PassTimes, host_in, received, run_beside
+from http_engine import Floor, HostSteps, PassTimes, host_in, received, run_alongside
 from http_load import arrivals, delays, digest, load, percentile, work
 from http_worker import worker
 
@@ -451,7 +451,7 @@ def served(
 
     taken = cProfile.Profile() if profile else None
     with own:
-        run_beside(host, running, measure, taken)
+        run_alongside(host, running, measure, taken)
     listener.close()
     if not found:
         raise RuntimeError("the load generator has failed")

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from http_engine import Floor, HostSteps, host_in, received, run_beside
+from http_engine import Floor, HostSteps, host_in, received, run_alongside
 from http_load import HEAD, percentile
 from http_worker import worker
 
@@ -279,7 +279,7 @@ def served(generator: ExLlamaV2DynamicGenerator, floor: Floor | None, args: argp
             found.update(received(out, client))
 
         with steps:
-            run_beside(host, running, measure)
+            run_alongside(host, running, measure)
     if not found:
         raise RuntimeError("the clients have failed")
     return found | {"steps": [at for at, _ in steps.ended]}
@@ -313,7 +313,7 @@ def report(found: dict[str, Any], chunk: int, itl: float, args: argparse.Namespa
     met = bool(during["p99"] <= most)
     verdict = "met" if met else "MISSED"
     print(
-        f"chunks of {chunk}, {itl:g} ms: 99th percentile between events beside the prompt: {during['p99']:.1f} ms "
+        f"chunks of {chunk}, {itl:g} ms: 99th percentile between events during the prompt: {during['p99']:.1f} ms "
         f"(at most {most:.1f}): {verdict}",
         file=sys.stderr,
     )

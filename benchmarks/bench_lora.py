@@ -1,10 +1,10 @@
-"""Decode steps with adapters beside plain ones, on a GPU: JSON lines.
+"""Decode steps with adapters and plain ones, on a GPU: JSON lines.
 
     python benchmarks/bench_lora.py [--shape tinyllama] [--rank 16] [--layers 8] [--batch 1 --batch 32] [--apart]
 
-`same`: all rows have one adapter; `mixed`: four adapters and none in turn. `share_of_plain` is the speed beside steps
-without adapters of the same run, and `us_a_layer` the time that adapters add to a layer. With `--apart` the cases run
-again as the modules' own passes, `apart`. Random weights; adapters of every projection.
+`same`: all rows have one adapter; `mixed`: four adapters and none in turn. `share_of_plain` is the speed divided by
+that of steps without adapters in the same run, and `us_a_layer` the time that adapters add to a layer. With `--apart`
+the cases run again as the modules' own passes, `apart`. Random weights; adapters of every projection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of bench_cpu.py: the experts of one layer in one call, beside one expert after the other and a dense MLP.
+"""Cases of bench_cpu.py: the experts of one layer in one call, one expert after the other, and a dense MLP.
 
 The three are timed in turn, so that a drift of the machine reaches all of them: GB/s are of the matrices that a call
 reads. Rows choose their experts at random; the dense MLP is as wide as the experts that a call reads on average.

@@ -1,4 +1,4 @@
-"""The engine of a benchmark over HTTP: in this process's main thread, as in an engine process, beside API workers."""
+"""The engine of a benchmark over HTTP: in this process's main thread, as in an engine process, with API workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exl_serve.config.model import Limits
     from exl_serve.engine.host import Host
 
-__all__ = ["Floor", "HostSteps", "PassTimes", "host_in", "received", "run_beside"]
+__all__ = ["Floor", "HostSteps", "PassTimes", "host_in", "received", "run_alongside"]
 
 Floor = Callable[[int], float]
 """Least seconds of a step, by its number of jobs."""
@@ -135,7 +135,7 @@ def host_in(place: str, generator: ExLlamaV2DynamicGenerator, folder: str, limit
     return Host(generator, card, address, status, config=config, limits=limits), address
 
 
-def run_beside(
+def run_alongside(
     host: Host,
     workers: Sequence[BaseProcess],
     measure: Callable[[], None],

@@ -57,11 +57,11 @@ def models_at(address: str, folder: str) -> Any:
 
 
 def worker(
-    listener: socket.socket, address: str, folder: str, profile: str = "", beside: Callable[[], Any] | None = None
+    listener: socket.socket, address: str, folder: str, profile: str = "", alongside: Callable[[], Any] | None = None
 ) -> None:
     """An API worker as in `exl serve`, with one model at `address`. Writes a profile to the file of that name.
 
-    `beside`: returns an awaitable that is run beside the server.
+    `alongside`: returns an awaitable that runs while the server does.
     """
     import uvicorn
 
@@ -87,7 +87,7 @@ def worker(
             http=guarded(limits),
             timeout_keep_alive=75,
         )
-        other = None if beside is None else asyncio.ensure_future(beside())
+        other = None if alongside is None else asyncio.ensure_future(alongside())
         await uvicorn.Server(settings).serve([listener])
         if other is not None:
             other.cancel()

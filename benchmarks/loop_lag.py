@@ -42,10 +42,10 @@ def lateness(clients: Callable[[int], Coroutine[Any, Any, Any]]) -> dict[str, fl
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         address, file = f"ipc://{place}/engine", Path(place) / "lags"
-        behind = spawn.Process(target=_engine, args=(address, folder, place), daemon=True)
+        engine = spawn.Process(target=_engine, args=(address, folder, place), daemon=True)
         front = spawn.Process(target=_worker, args=(listener, address, folder, str(file)))  # starts image decoders
         try:
-            behind.start()
+            engine.start()
             _wait_for(Path(place) / "ready")
             front.start()
             port = listener.getsockname()[1]
@@ -54,7 +54,7 @@ def lateness(clients: Callable[[int], Coroutine[Any, Any, Any]]) -> dict[str, fl
             asyncio.run(clients(port))
             ended = time.monotonic()
         finally:
-            for one in (front, behind):
+            for one in (front, engine):
                 if one.pid is not None:
                     one.terminate()
                     one.join()
@@ -114,7 +114,7 @@ def _engine(address: str, folder: str, place: str) -> None:
 
 def _worker(listener: socket.socket, address: str, folder: str, file: str) -> None:
     rows: list[tuple[float, float, float]] = []
-    worker(listener, address, folder, beside=partial(_probe, rows))
+    worker(listener, address, folder, alongside=partial(_probe, rows))
     Path(file).write_text(json.dumps(rows))
 
 

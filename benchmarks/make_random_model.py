@@ -106,7 +106,7 @@ def random_codes(rows: int, columns: int, width: int, generator: np.random.Gener
 
 
 SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""Matrices that share the order of rows of another one beside them, as in converted models: they have one input."""
+"""Matrices that share the row order of another one in the same layer, as in converted models: they have one input."""
 
 
 def random_exl2(

@@ -131,7 +131,7 @@ def subjects(v: Vocabulary) -> Iterator[Named]:
     yield (
         "triggered",
         [TriggeredFilter(select("!", "?!"), on="e"), LengthFilter(None, v, 0, 60)],
-        # The cue, what its token holds beside it, and one of the options; or the limit came first.
+        # The cue, the rest of its token, and one of the options; or the limit came first.
         lambda text: re.fullmatch(r"[^e]*(e\S*\s?(!|\?!)?)?", text, re.DOTALL) is not None,
     )
     yield "ban", [BanFilter(None, v, texts=["the", "e"]), LengthFilter(None, v, 0, 25)], lambda text: "e" not in text

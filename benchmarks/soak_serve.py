@@ -3,7 +3,7 @@
     python benchmarks/soak_serve.py [--requests 100000] [--disconnects 0.2] [--streams 64] [--workers 1] [--idle 60]
 
 Starts `exl serve` with the free test engine (a scripted model; everything else as with a real one), sends streamed
-completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, behind
+completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, after
 the first event, or later. One JSON line: requests a second, and for the engine, the API workers and the supervisor the
 resident memory, open files and threads after a warm-up and at the end. After it, on standard error, the bars and
 whether each is met. `cpu_seconds` is what each process took for the requests; the clients run in this one. `left` is

@@ -31,7 +31,7 @@ a request's tokens do not depend on how it is cut or shared. transformers decide
 `max_seq_len` to the longest context you mean to use.
 
 Image towers (`ExLlamaV2VisionTower`): rows and prepared pixels are compared with transformers' in
-`tests/core/test_vision.py` and `tests/core/test_vision_towers.py`, logits behind images in
+`tests/core/test_vision.py` and `tests/core/test_vision_towers.py`, logits after images in
 `tests/core/test_vision_logits.py`. Videos: Qwen's towers.
 
 Where a cell says "by file", config.json decides (`attention_bias`, `use_qk_norm`, `sliding_window`, `layer_types` and
@@ -50,8 +50,8 @@ DBRX takes `attn_config.rope_theta`.
 def norms(a: Architecture) -> str:
     kind = {"rms": "RMS", "layer": "LayerNorm"}[a.norm] + (" with bias" if a.norm_bias else "")
     kind += f", weight + {a.norm_offset:g}" if a.norm_offset else ""
-    before, behind = a.norm_1 is not None, a.norm_1_post is not None
-    place = "before and behind" if before and behind else "behind" if behind else "before"
+    before, after = a.norm_1 is not None, a.norm_1_post is not None
+    place = "before and after" if before and after else "after" if after else "before"
     return f"{kind}; {'one, before both halves' if a.parallel else place}"
 
 
@@ -87,7 +87,7 @@ def feed_forward(a: Architecture) -> str:
         words.append("experts" + (" and a shared one" if a.experts.shared_prefix else ""))
     if a.mlp_bias == "all":
         words.append("bias")
-    return "; ".join(words) + ("; beside attention" if a.parallel else "")
+    return "; ".join(words) + ("; in parallel with attention" if a.parallel else "")
 
 
 def around(a: Architecture) -> str:

@@ -60,7 +60,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _statements(node: ast.AST, types: bool) -> Iterator[ast.AST]:
-    """Yield the nodes of a file; without `types` not those behind `if TYPE_CHECKING`."""
+    """Yield the nodes of a file; without `types` not those under `if TYPE_CHECKING`."""
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.If) and ast.unparse(inner.test).endswith("TYPE_CHECKING") and not types:
             for other in inner.orelse:

@@ -130,7 +130,7 @@ NUMBER = f"(?:(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?|1(?:_?u
 ALLOCATES = {"empty", "full", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "zeros"}
 LEAST_ALLOCATED = 64
 COMPUTES = {ast.LShift: operator.lshift, ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub}
-BEHIND = f"(?:{'|'.join(str(value + 1) for value in sorted(LIMIT_VALUES))})"
+AFTER_LIMIT = f"(?:{'|'.join(str(value + 1) for value in sorted(LIMIT_VALUES))})"
 NATIVE_CONSTANT = re.compile(rf"\b([A-Z][A-Z0-9_]*)\b(?:(?:: \w+)? = | +){NUMBER}(?=[,;}}>]|\s*$)")
 NAMED_CONSTANT = re.compile(rf"\w*(?:ROWS|TOKENS|COLUMNS)|{VAGUE}")
 ROW_NAME = r"\b(?:(?!entry_)\w*(?:rows|tokens|columns)|m)\b(?:\.len)?(?:\(\))?"
@@ -140,7 +140,7 @@ ROW_NUMBER = re.compile(
     rf"|(?<![*+] )\b{NUMBER} {COMPARES} (?:\w+\.)*{ROW_NAME}"
     rf"|{ROW_NAME}\.(?:min|max)\({NUMBER}\)"
     rf"|\.\.=?{NUMBER} =>"
-    rf"|\.\.(?:={NUMBER}|{BEHIND})\)\.contains\(&\w*(?:rows|tokens|m)\)"
+    rf"|\.\.(?:={NUMBER}|{AFTER_LIMIT})\)\.contains\(&\w*(?:rows|tokens|m)\)"
 )
 CONSTANT = r"(?:\w+::)*([A-Z][A-Z0-9_]*)\b"
 ROW_COMPARISON = re.compile(
@@ -399,7 +399,7 @@ def number_of(node: ast.AST) -> int | None:
 
 
 def bounds(node: ast.Compare | ast.Call, limits: Set[int]) -> bool:
-    """Whether a side of a comparison is one of `limits` or, as the end of a range, the number behind it."""
+    """Whether a side of a comparison is one of `limits` or, as the end of a range, the number after it."""
     compared = sides(node)
     if isinstance(node, ast.Call):
         return any(number_of(side) in limits for side in compared)

@@ -8,7 +8,7 @@ __all__ = ["niceness_of_session"]
 
 
 def niceness_of_session(process: int | str) -> int:
-    """Return the niceness that the session of a process has beside other sessions, from -20 to 19.
+    """Return the niceness that the session of a process has relative to other sessions, from -20 to 19.
 
     It is 0 for a process that the kernel counts to no session: its file is empty where none of its ancestors
     started one, as under an init that is the parent of all commands.

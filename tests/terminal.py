@@ -66,7 +66,7 @@ class Terminal:
             os.write(self._master, keys)
 
     def until(self, text: str) -> str:
-        """Read on until `text` is shown behind what this returned before; returns what was shown up to it."""
+        """Read on until `text` is shown after what this returned before; returns what was shown up to it."""
         while text not in self.shown:
             if not self._read():
                 raise AssertionError(f"the program ended without {text!r}: {self.shown}")

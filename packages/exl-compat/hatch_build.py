@@ -1,4 +1,4 @@
-"""Install the distribution metadata of exllamav2 beside exl-compat's own."""
+"""Install the distribution metadata of exllamav2 next to exl-compat's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-# Sourced by the scripts of this folder: puts the carried module beside its package and the packages' sources on the path.
+# Sourced by the scripts of this folder: puts the carried module into its package and the packages' sources on the path.
 carried=${EXL_NATIVE:-.device/_native.abi3.so}
 native=packages/exl-kernels/src/exl_kernels/_native.abi3.so
-# Never written over: processes beside this one run from it, and would die of it.
+# Never overwritten: other processes run from it and would crash.
 if [ -f "$carried" ] && ! cmp -s "$carried" "$native"; then
   { cp "$carried" "$native.$$.so" && mv -f "$native.$$.so" "$native"; } || {
     rm -f "$native.$$.so"

@@ -60,7 +60,7 @@ RACES = [
         f"{FUSED}[False-dtype0-one order]",
     ),
     Race(
-        "maxima are written behind the barrier",
+        "maxima are written after the barrier",
         "linear/batch.cuh",
         ((SET_UP + MEET, MEET + SET_UP),),
         ("batch_exl2_128",),

@@ -11,7 +11,7 @@
 # memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched.
 # Tests that capture graphs cannot run so (an allocation cannot be captured): one more process runs them with the allocator.
 # racecheck, synccheck: the kernels that hand over through barriers are compiled anew, for the architecture of the module's code
-# (racecheck_images.py; EXL_CUDA_IMAGES, if it is set, names a folder where that was done). racecheck is tried beside: it must accept a right hand-over and report a wrong one
+# (racecheck_images.py; EXL_CUDA_IMAGES, if it is set, names a folder where that was done). racecheck itself is tested as well: it must accept a right hand-over and report a wrong one
 # (racecheck_mbarrier.cu). Both take two launches of one kernel that overlap for one, so programmatic launches are off under them.
 #
 # Exit code 0: the tests passed, the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on kernels

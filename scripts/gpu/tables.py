@@ -45,8 +45,8 @@ PROMPTS = {
     (2048, 0, "", False): "2,048",
     (2048, 0, "", True): "2,048, strict",
     (8192, 0, "", False): "8,192",
-    (256, 32768, "fp16", False): "256 behind 32,768, FP16 cache",
-    (256, 32768, "q4", False): "256 behind 32,768, Q4 cache",
+    (256, 32768, "fp16", False): "256 after 32,768 cached, FP16 cache",
+    (256, 32768, "q4", False): "256 after 32,768 cached, Q4 cache",
 }
 """Prompts with a row: tokens, tokens in the cache, its format, strict mode."""
 SHARES = {
@@ -273,7 +273,7 @@ def headline(files: list[Path]) -> str:
 
 
 def prompts(lines: list[Line]) -> list[str]:
-    """The PROMPTS of 8B at 4.0 bpw; those behind cached tokens until they are stored, as the generator runs them."""
+    """The PROMPTS of 8B at 4.0 bpw. Those after cached tokens run until they are stored, as in the generator."""
 
     def case(line: Line) -> tuple[int, int, str, bool]:
         past = line.get("past", 0)
@@ -402,7 +402,7 @@ def http(lines: list[Line]) -> list[str]:
 
 
 def devices(lines: list[Line]) -> list[str]:
-    """Steps and prompts on several GPUs beside one card in the same run. A row has each way to divide a model."""
+    """Steps and prompts on several GPUs and on one card in the same run. A row has each way to divide a model."""
     found: dict[tuple[bool, int, int, int], dict[str, Line]] = {}
     for d in lines:
         if d["topology"] != "1":

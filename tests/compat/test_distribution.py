@@ -34,7 +34,7 @@ def test_the_distribution_is_recorded_as_exl_compats() -> None:
     assert "exllamav2" in importlib.metadata.packages_distributions()["exllamav2"]
 
 
-def import_beside(folder: Path) -> subprocess.CompletedProcess[str]:
+def import_with(folder: Path) -> subprocess.CompletedProcess[str]:
     """`import exllamav2` in a process of its own, with one more folder of distributions."""
     places = os.pathsep.join([str(folder), *sys.path])
     done = run(["-c", "import exllamav2; print(exllamav2.__version__)"], env={**os.environ, "PYTHONPATH": places})
@@ -47,11 +47,11 @@ def test_an_original_in_the_environment_is_reported_at_import(tmp_path: Path, ve
     entry = tmp_path / f"exllamav2-{version}.dist-info"
     entry.mkdir()
     (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: exllamav2\nVersion: {version}\n")
-    done = import_beside(tmp_path)
+    done = import_with(tmp_path)
     assert f"RuntimeWarning: exllamav2 {version} and exl-compat are both installed" in done.stderr
     assert "Uninstall exl-compat and exllamav2" in done.stderr
     assert done.stdout == "0.3.2\n"
 
 
 def test_without_an_original_nothing_is_reported(tmp_path: Path) -> None:
-    assert "exllamav2" not in import_beside(tmp_path).stderr
+    assert "exllamav2" not in import_with(tmp_path).stderr

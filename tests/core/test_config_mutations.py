@@ -102,7 +102,7 @@ def test_an_unsupported_value_is_rejected_with_its_key(case: str, what: str, key
     assert key in why
 
 
-OUTSIDE = [  # of a multimodal model, beside text_config: transformers does not read them there
+OUTSIDE = [  # of a multimodal model, outside text_config: transformers does not read them there
     ("gemma3", {"sliding_window": 4, "rms_norm_eps": 0.1, "query_pre_attn_scalar": 10}),
     ("qwen2.5-vl", {"rms_norm_eps": 0.1, "hidden_act": "gelu", "rope_theta": 123.0}),
     ("mistral3", {"rms_norm_eps": 0.1, "hidden_act": "gelu", "num_hidden_layers": 1}),
@@ -110,7 +110,7 @@ OUTSIDE = [  # of a multimodal model, beside text_config: transformers does not 
 
 
 @pytest.mark.parametrize(("case", "keys"), OUTSIDE)
-def test_keys_beside_text_config_change_nothing(case: str, keys: dict[str, Any]) -> None:
+def test_keys_outside_text_config_change_nothing(case: str, keys: dict[str, Any]) -> None:
     judge, base = Judge(case), base_config(case)
     judge(base)
     assert judge({**base, **keys})[0] == "same"

@@ -180,7 +180,7 @@ def test_captured_steps_of_a_split_model_keep_what_they_read(
 @pytest.mark.covers("core: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "float"])
 def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Quantized kernels sum each output in one order whatever the columns beside it; torch's float matmuls may not."""
+    """Quantized kernels sum each output in one order whatever the other columns; torch's float matmuls may not."""
     folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
     gc.collect()

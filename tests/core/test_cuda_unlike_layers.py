@@ -99,7 +99,7 @@ def test_other_layers_keep_their_joined_launches(odd: str, tmp_path: Path, monke
             assert launches.read("add_rms_norm") == 1, "of the odd half, which alone adds in a launch of its own"
         if rows <= 8 and "bulk_copy" not in Card.device(0).features:
             # All matmuls but the first pack the next one's input, also for the last norm and the head. The odd q, k and
-            # v read an input that no matmul packs; so does the o behind matmuls that are apart.
+            # v read an input that no matmul packs; so does the o after matmuls that are apart.
             assert launches.read("norm_packed") == 2 * LAYERS - (1 if odd == "permuted" else 2)
 
 

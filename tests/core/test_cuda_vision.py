@@ -1,4 +1,4 @@
-"""Images on a GPU against the CPU: towers, logits behind pictures, captured steps at positions that are not places."""
+"""Images on a GPU against the CPU: towers, logits after pictures, captured steps at positions that are not places."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def divergence(reference: Tensor, found: Tensor) -> float:
 
 
 def steps_over_pages(model: ExLlamaV2) -> Tensor:
-    """Logits [2, 10, vocabulary] of single tokens behind two images, beside a row without any, after prompts in
+    """Logits [2, 10, vocabulary] of single tokens after two images, and of a row without any, after prompts in
     chunks."""
     images = pictures(model)
     ids, text = prompt(images), torch.tensor([TEXT + TEXT])

@@ -186,7 +186,7 @@ def test_a_prompt_is_not_the_reason_why_a_step_was_not_captured(model: ExLlamaV2
     [
         pytest.param({"ids": 65}, id="more-rows-than-packed-weights-take"),
         pytest.param({"q_lens": [1] * 20}, id="too-many-windows"),
-        pytest.param({"past": 90}, id="padding-behind-the-last-page"),
+        pytest.param({"past": 90}, id="padding-past-the-last-page"),
     ],
 )
 def test_prompts_that_fit_no_windows_run_eagerly(model: ExLlamaV2, change: dict[str, Any]) -> None:

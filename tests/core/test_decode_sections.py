@@ -58,13 +58,13 @@ def test_sections_in_a_chain_are_the_whole_model(
     for batch, q_len in ((1, 1), (5, 1), (2, 4)):
         ids = torch.randint(0, 96, (batch, 20 + q_len), generator=torch.Generator().manual_seed(batch))
         begin = PagedParams(batch, table(batch, 2), torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
-        behind = PagedParams(batch, table(batch, 2), torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+        after = PagedParams(batch, table(batch, 2), torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
         prompt = ExLlamaV2Cache(model, max_seq_len=PAGE * 2 * batch)
         model.forward_chunk(ids[:, :20], prompt, attn_params=begin, preprocess_only=True)
         found = []
         for borders in ([], *([at] for at in range(1, count)), [2, count - 2]):
             cache = ExLlamaV2Cache(model, max_seq_len=PAGE * 2 * batch, copy_from=prompt)
-            step = build_step(model, Chunk(cache, behind, batch, q_len), CPU)
+            step = build_step(model, Chunk(cache, after, batch, q_len), CPU)
             logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
             x = ids[:, 20:].reshape(-1)
             places = [0, *borders, count]

@@ -332,7 +332,7 @@ def test_a_shared_expert_with_code_of_its_own_keeps_it(model: ExLlamaV2, monkeyp
 
 
 @ONE_MIXTURE
-def test_mixtures_keep_their_launches_beside_attention_without_any(
+def test_mixtures_keep_their_launches_with_attention_without_any(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router's launch norms the hidden state in a model whose other halves run as their modules, too."""

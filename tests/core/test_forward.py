@@ -121,7 +121,7 @@ def test_masked_keys_are_not_seen(model: ExLlamaV2, ids: torch.Tensor) -> None:
 
 @pytest.mark.covers("core: padding")
 def test_the_mask_of_a_prompt_serves_for_the_tokens_after_it(model: ExLlamaV2, ids: torch.Tensor) -> None:
-    """Keys behind the mask's last column are attended to, in decode steps and in chunks."""
+    """Keys after the mask's last column are attended to, in decode steps and in chunks."""
     mask = torch.zeros(2, 20)
     mask[0, :4] = float("-inf")
     offsets = torch.tensor([[-4], [0]], dtype=torch.int32)

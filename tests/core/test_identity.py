@@ -104,7 +104,7 @@ def test_the_length_counts_where_the_rotation_is_made_from_it(folder: Path) -> N
     assert len({digest(folder, dynamic(length)) for length in (2, 3)}) == 2
 
 
-def test_a_setting_that_is_changed_behind_the_model_does_not_count(folder: Path) -> None:
+def test_a_setting_that_is_changed_after_the_model_was_built_does_not_count(folder: Path) -> None:
     config = ExLlamaV2Config(folder)
     model = ExLlamaV2(config)
     config.norm_eps = 1.0

@@ -182,7 +182,7 @@ def with_float(folder: Path, key: str, out_features: int, in_features: int) -> E
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("card", ["B200", "H100"])
 @pytest.mark.parametrize(("matrix", "shape"), [("down_proj", (256, 768)), ("gate_proj", (768, 256))])
-def test_the_head_runs_alone_behind_a_half_that_packs_nothing(
+def test_the_head_runs_alone_after_a_half_that_packs_nothing(
     card: str, matrix: str, shape: tuple[int, int], tmp_path: Path
 ) -> None:
     """The last half packs the head's input only if all its matmuls chain; a float matrix in it does not."""

@@ -142,7 +142,7 @@ def test_the_mlp_under_its_other_names(lab: Any, tmp_path: Path) -> None:
 
 @pytest.mark.covers("core: loading-memory")
 def test_bytes_loaded_are_known_in_a_callback(lab: Any) -> None:
-    """Progress by what it takes, beside the count of modules."""
+    """Progress is reported in bytes as well as in modules."""
     model = ExLlamaV2(ExLlamaV2Config(lab.write(kind="exl2")))
     seen: list[int] = []
     model.load(callback=lambda index, total: seen.append(model.weight_bytes()))

@@ -247,7 +247,7 @@ def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, 
     assert planned - module_sizes(config, [mixed], "cuda", rows, 1)[0].scratch >= 2 * kept
 
 
-def test_memory_of_a_dense_layer_is_planned_beside_experts(tmp_path: Path) -> None:
+def test_memory_of_a_dense_layer_is_planned_with_experts(tmp_path: Path) -> None:
     """A prompt pass keeps the memory of its widest dense half while experts have their own."""
     mixture = {
         "architectures": ["Qwen3MoeForCausalLM"],

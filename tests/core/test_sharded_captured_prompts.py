@@ -126,7 +126,7 @@ def cache_of(model: ExLlamaV2) -> ExLlamaV2Cache_TP:
 
 
 def run(model: ExLlamaV2, cache: ExLlamaV2Cache_TP, passes: list[tuple[Tensor, int, dict[str, Any]]]) -> list[Any]:
-    """Logits and keys of passes in a cache, each over ids [B, q] behind so many tokens."""
+    """Logits and keys of passes in a cache, each over ids [B, q] after so many tokens."""
     found = []
     for ids, past, results in passes:
         batch = ids.shape[0]

@@ -198,13 +198,13 @@ def compare(lab: Any, whole: ExLlamaV2, model: ExLlamaV2, made: list[ShardLaunch
         ids = lab.ids(batch, 20 + q_len, vocab=160)
         table = torch.arange(2 * batch, dtype=torch.int32).flip(0).view(batch, 2)
         begin = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
-        behind = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+        after = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
         cache = ExLlamaV2Cache(whole, max_seq_len=2 * PAGE * batch)
         parts = ExLlamaV2Cache_TP(model, max_seq_len=2 * PAGE * batch)
         for one, held in ((whole, cache), (model, parts)):
             one.forward_chunk(ids[:, :20], held, attn_params=begin, preprocess_only=True)
-        want = whole.forward_chunk(ids[:, 20:], cache, attn_params=behind)["logits"].flatten(0, 1)
-        assert torch.equal(run(model, made, ids[:, 20:], behind, parts), want)
+        want = whole.forward_chunk(ids[:, 20:], cache, attn_params=after)["logits"].flatten(0, 1)
+        assert torch.equal(run(model, made, ids[:, 20:], after, parts), want)
         held_keys = [part.key_states[0] for part in parts.shards()]
         keys = torch.cat([own for own in held_keys if own is not None], 2)
         assert torch.equal(keys, cache.key_states[0])  # type: ignore[arg-type]

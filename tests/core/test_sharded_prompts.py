@@ -62,7 +62,7 @@ def paged(lengths: list[int], past: int, q_len: int) -> PagedParams:
 def test_prompts_are_those_of_the_modules(
     lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any, kind: str, family: str, shares: list[float]
 ) -> None:
-    """Rows of one length and of several, a second chunk behind the first, and passes of fewer results."""
+    """Rows of one length and of several, a second chunk after the first, and passes of fewer results."""
     compare(lab, sharded(monkeypatch, write(lab, kind, family), shares), launches_of)
 
 
@@ -148,7 +148,7 @@ def test_passes_that_count_as_prompts() -> None:
 
 @pytest.mark.parametrize("begins", [[0, 8, 24], [0, 6, 10, 26], [0, 1, 3]], ids=["wide", "narrow", "odd"])
 def test_each_device_gets_the_columns_of_all(begins: list[int]) -> None:
-    """A result is valid until the second gather behind it."""
+    """A result is valid until the second gather after it."""
     stores = Stores(
         StreamBarrier([torch.device("cpu")] * (len(begins) - 1)), 3, ResultRow(2 * begins[-1], 2 * begins[-1])
     )
@@ -205,15 +205,15 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self.name, self.queued = str(device), 0
-        self.behind: dict[str, int] = {}
+        self.waited: dict[str, int] = {}
 
     def wait_event(self, event: Event) -> None:
         assert event.at is not None
-        self.behind[event.at[0]] = max(event.at[1], self.behind.get(event.at[0], 0))
+        self.waited[event.at[0]] = max(event.at[1], self.waited.get(event.at[0], 0))
 
 
 def test_streams_wait_for_all_stores_of_an_interrupted_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the results is used again behind the work of these streams. Gathers make no further events."""
+    """The memory of the results is used again after the work of these streams. Gathers make no further events."""
     devices = [torch.device("cuda", at) for at in range(3)]
     monkeypatch.setattr(Event, "made", 0)
     monkeypatch.setattr(Stream, "current", {device: Stream(device) for device in devices})
@@ -243,7 +243,7 @@ def test_streams_wait_for_all_stores_of_an_interrupted_gather(monkeypatch: pytes
             stores.gather(made, begins)
         for one in Stream.current.values():
             for other in Stream.current.values():
-                assert one is other or one.behind[other.name] == other.queued
+                assert one is other or one.waited[other.name] == other.queued
     assert Event.made == len(devices)
 
 

@@ -73,7 +73,7 @@ class Graph:
 def test_a_copy_of_another_thread_is_not_queued_between_the_graphs_of_a_step(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """The first GPU would wait with the copy for the second one's graph, and that for the graph behind the copy."""
+    """The copy on the first GPU would wait for the second GPU's graph, and that graph for the graph after the copy."""
     monkeypatch.setattr(transfer, "is_direct", lambda source, target: True)
     queue = Queue()
     monkeypatch.setattr(transfer, "queueing", queue)

@@ -34,7 +34,7 @@ def render(tokenizer: ExLlamaV2Tokenizer, text: str) -> str:
 
 
 def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV2Tokenizer) -> None:
-    """Wherever it comes: the prompt behind it is made of its own messages, and no process is lost."""
+    """Wherever it comes: the next prompt is made of its own messages, and no process is lost."""
     struck = 0
     for moment in range(1, 2000):
         text = f"conversation {moment}"

@@ -1,4 +1,4 @@
-"""Language models behind images: logits are those of transformers however the prompt is cut, and text is only text."""
+"""Language models after images: logits are those of transformers however the prompt is cut, and text is only text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_in_chunks(pair: Pair, images: list[Any], prompt: Tensor, expected: Tens
 
 
 def test_token_by_token_and_back(pair: Pair, images: list[Any], prompt: Tensor, expected: Tensor) -> None:
-    """Decoding behind images; then the same again from before the second image, and from the beginning."""
+    """Decoding after images; then the same again from before the second image, and from the beginning."""
     cache = ExLlamaV2Cache(pair.ours, max_seq_len=256)
     begin = prompt.shape[1] - len(LAST)
     between = begin - images[1].length - 1  # inside the text between the images
@@ -149,7 +149,7 @@ def test_text_in_place_of_images_forgets_them(pair: Pair, images: list[Any], pro
 
 @pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q8])
 def test_pages_and_batches(pair: Pair, images: list[Any], prompt: Tensor, expected: Tensor, kind: Any) -> None:
-    """Over pages in odd order: a row with two images beside one without, prompt in chunks, then tokens together."""
+    """Over pages in odd order: a row with two images and one without, prompt in chunks, then tokens together."""
     cache = kind(pair.ours, max_seq_len=512)
     table = torch.tensor([[7, 2, 5, 0, 9, 11, 4], [1, 3, 6, 8, 10, 12, 13]], dtype=torch.int32)
     text = torch.tensor([[5 + i % 80 for i in range(30)]])
@@ -193,7 +193,7 @@ def test_pages_and_batches(pair: Pair, images: list[Any], prompt: Tensor, expect
 
 
 def test_padded_rows(pair: Pair, images: list[Any], prompt: Tensor, expected: Tensor) -> None:
-    """A short text, padded on the left, beside the images; and the images padded beside a longer text."""
+    """A short text, padded on the left, batched with the images; and the images padded to a longer text."""
     short = torch.tensor([[50, 51, 52, 53]])
     for longer in (prompt, torch.tensor([[5 + i % 80 for i in range(prompt.shape[1] + 6)]])):
         rows = [short, prompt] if longer is prompt else [longer, prompt]
@@ -266,8 +266,8 @@ def test_over_two_devices(
 @pytest.mark.parametrize("pair", QWEN, indirect=True)
 @torch.no_grad()
 def test_a_video(pair: Pair) -> None:
-    """Four moments of frames so large that height and width reach further than time: there transformers (5.23) counts
-    on behind height and width alone, we behind the largest position used, as the models' own code does."""
+    """Four moments of frames so large that height and width reach further than time: there transformers (5.23) goes
+    on after height and width alone, we after the largest position used, as the models' own code does."""
     frames = [picture(80, 24, seed=i) for i in range(7)]
     made = pair.tower.get_video_embeddings(pair.ours, pair.tokenizer, frames)
     given = pair.tower.encoder.preprocess_video(frames)

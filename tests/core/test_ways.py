@@ -192,7 +192,7 @@ def test_the_report_refuses_the_mixtures_that_a_loaded_model_refuses(
             assert any(why.endswith(f"are chosen by the host: {refusal}") for why in uses[operation].why)
 
 
-def test_the_report_gives_the_way_of_a_mixture_beside_attention_without_joined_launches(
+def test_the_report_gives_the_way_of_a_mixture_with_attention_without_joined_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matrices of attention with padding columns run as their modules; the router still norms in its launch."""

@@ -26,7 +26,7 @@ C = FilterContext.make(4, [3])
 
 
 class Watch:
-    """Record the callers inside, and whether anybody came in beside them. The first caller stays until he is let out,
+    """Record the callers inside, and whether two were inside at once. The first caller stays until it is let out,
     or for a while."""
 
     def __init__(self):

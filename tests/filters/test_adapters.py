@@ -177,7 +177,7 @@ def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row(processor):
     logits = processor.apply(np.zeros((1, WIDTH), np.float32))
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [EOS]
     assert isinstance(processor.failures[0], FilterDeadEnd)
-    # One that cannot be made, beside one that can: the engine goes on, the row ends, and its failure moves with it.
+    # A filter that cannot be made and one that can: the engine goes on, the row ends, and its failure moves with it.
     good = {"type": "select", "options": OPTIONS}
     broken: list[Any] = [{"type": "select", "options": 5}, {"type": "no-such"}, {"type": "grammar", "regex": "("}]
     for bad in (*broken, {"type": 3}):
@@ -271,7 +271,7 @@ def test_the_real_transformers(model, options):
 
 
 def pieces_allowed():
-    """(processor, allowed): allowed(*row) has the pieces that a transformers processor leaves behind a row."""
+    """(processor, allowed): allowed(*row) has the pieces that a transformers processor allows after a row."""
     torch = pytest.importorskip("torch")
     from exl_filters.adapters.transformers import FilterLogitsProcessor
 
@@ -311,7 +311,7 @@ def test_a_text_that_stopped_may_be_the_next_prompt_and_a_wrong_candidate_is_no_
     # The last call of that generation has not seen the stop token; the whole text comes back as a prompt.
     assert allowed(*prompt, yes, EOS) == first
     assert allowed(*prompt, yes, EOS, no) == {" ", " way", "</s>"}
-    # A guess that is not allowed, two more behind it, and all of them taken back.
+    # A guess that is not allowed, two more after it, and all of them taken back.
     assert allowed(*prompt, yes, EOS, no, yes) == {"</s>"}
     assert allowed(*prompt, yes, EOS, no, yes, no) == {"</s>"}
     assert allowed(*prompt, yes, EOS, no, TOKENS.index(" ")) == {"w"}

@@ -1,4 +1,4 @@
-"""Masks computed beside the model: only where it pays, never stale, failures delivered; compiling with a time limit."""
+"""Masks computed while the model runs: only where it pays, never stale, failures delivered; compile time limits."""
 
 import threading
 import time
@@ -124,7 +124,7 @@ def test_every_call_waits_and_no_mask_is_stale(pool, what, monkeypatch):
     assert submitted[0].done()
 
 
-def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
+def test_a_failure_in_the_background_is_raised_where_the_mask_is_wanted(pool):
     class Failing(Slow):
         fails_at = 1  # type: ignore[assignment]
 

@@ -360,7 +360,7 @@ def test_bad_arguments():
 
 
 @pytest.mark.covers("filters: numpy-alone")
-def test_importing_the_package_imports_no_torch_and_costs_little_beside_numpy():
+def test_importing_the_package_imports_no_torch_and_costs_little_more_than_numpy():
     code = (
         "import sys; from counting import lines; numpy, ours = (lines(lambda: __import__(name)) for name in "
         "('numpy', 'exl_filters')); "

@@ -23,7 +23,7 @@ def test_no_method_meets_what_runs_in_the_background(name, method, pool):
 
 @pytest.mark.covers("filters: background")
 @pytest.mark.parametrize("method", ["next", "feed", "is_complete", "clone"])
-def test_a_filter_asked_beside_its_stack_waits_for_the_stack(method, pool):
+def test_a_filter_asked_while_its_stack_runs_waits_for_the_stack(method, pool):
     made = []
 
     class Cloned(Plugin):

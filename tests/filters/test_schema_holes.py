@@ -80,7 +80,7 @@ def test_members_that_may_be_one_given_twice_are_not_counted(schema):
         takes(schema, "{}")
 
 
-def test_members_beside_the_required_ones_are_counted():
+def test_members_besides_the_required_ones_are_counted():
     schema = {"type": "object", "required": ["a"], "minProperties": 2}
     assert takes(schema, '{"a": 1, "b": 1}')
     assert not takes(schema, '{"a": 1, "a": 1}')
@@ -246,7 +246,7 @@ def test_no_number_gets_around_its_bounds(lower, low, upper, high, joined, other
                 jsonschema.validate(json.loads(text), schema)
 
 
-def test_a_whole_number_left_out_beside_a_near_bound_is_refused():
+def test_a_whole_number_left_out_next_to_a_near_bound_is_refused():
     for schema in (
         {"type": "number", "exclusiveMinimum": 0, "maximum": 0.37},
         {"type": "number", "minimum": -0.7, "exclusiveMaximum": 0},
@@ -334,9 +334,9 @@ def test_bounds_of_different_numbers_do_not_meet():
 
 @pytest.mark.full
 def test_many_bounds_that_meet_and_many_references_by_name():
-    """Each beside each would take hours: the time limit of a test is the bar."""
+    """Comparing each with each would take hours: the time limit of a test is the bar."""
     many = [{"type": "number", "exclusiveMinimum": 2 * i, "maximum": 2 * i + 1} for i in range(100_000)]
     named = [{"$ref": f"#name{i}"} for i in range(100_000)]
     check_schema({"allOf": many, "anyOf": named, "examples": [{"a": [0] * 1000}] * 20})
-    with pytest.raises(FilterCompileError, match=r"exclusiveMinimum 0 beside the bound 0\.5"):
+    with pytest.raises(FilterCompileError, match=r"exclusiveMinimum 0 next to the bound 0\.5"):
         check_schema({"allOf": [{"exclusiveMinimum": 0}, *many[1:], {"maximum": 0.5}]})

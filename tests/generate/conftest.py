@@ -50,7 +50,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fixture model with a chat template beside it."""
+    """The fixture model with a chat template."""
     folder = tmp_path_factory.mktemp("chat-model")
     for file in Path(MODEL).iterdir():
         (folder / file.name).symlink_to(file)

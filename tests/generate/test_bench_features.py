@@ -34,7 +34,7 @@ def measure(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
     return lines, "\n".join(said[len(lines) :])
 
 
-def test_features_are_measured_beside_greedy_steps(tmp_path: Path) -> None:
+def test_features_are_measured_with_greedy_steps(tmp_path: Path) -> None:
     lines, table = measure(tmp_path, "--batch", "2", "--feature", "chat", "cfg", "lora-half", "ngram")
     found = {line["feature"]: line for line in lines}
     assert list(found) == ["greedy", "chat", "greedy-twice", "cfg", "lora-half", "ngram"]

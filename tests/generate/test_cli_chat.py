@@ -256,7 +256,7 @@ def test_a_draft_with_another_tokenizer_is_rejected(exl) -> None:
 
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2-VL with a picture beside it."""
+    """A random Qwen2-VL with a picture in its folder."""
     pytest.importorskip("transformers")
     from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
 

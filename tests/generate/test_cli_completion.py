@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXL = shutil.which("exl", path=str(Path(sys.executable).parent))
-pytestmark = pytest.mark.skipif(EXL is None, reason="the command is not installed beside this Python")
+pytestmark = pytest.mark.skipif(EXL is None, reason="the command is not installed next to this Python")
 
 
 def completions(line: str) -> set[str]:

@@ -112,7 +112,7 @@ def test_a_device_that_is_none(exl, command: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("extra", [(), ("--draft", MODEL)])
 def test_several_devices_share_a_model(exl, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:
-    """With its cache beside it, filled in order, to the same text."""
+    """The cache is on the devices of its layers, devices fill in order, and the text is the same."""
     common = (*RUNS[0], "--greedy", *extra)
     whole = json.loads(exl(*common, "--device", "cpu")[1])
     need = plan(ExLlamaV2Config(MODEL), cache_tokens=256, reserve=0).devices[0]

@@ -82,7 +82,7 @@ def test_ctrl_c_ends_the_example_quietly(answered: bool, fresh: bool) -> None:
         shown = ""
         if answered:
             terminal.type(b"Thank you!\n")
-            shown += terminal.until("\n")  # behind an answer of one line
+            shown += terminal.until("\n")  # after an answer of one line
         terminal.type(b"Tell me a story about a fox.\n")
         shown += terminal.until("e")  # of the answer: a program that begins to wait for keys may miss Ctrl-C
         code, rest = terminal.end(CTRL_C)

@@ -228,7 +228,7 @@ def test_dicts_and_columns_in_turn_lose_nothing() -> None:
     assert tokens == one.sequence.ids[5:].tolist()
 
 
-def test_generate_beside_columns_keeps_its_own_results() -> None:
+def test_generate_during_columns_keeps_its_own_results() -> None:
     generator = make()
     generator.enqueue(job("hello", 10))
     generator.iterate_columns()

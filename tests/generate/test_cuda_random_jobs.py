@@ -1,4 +1,4 @@
-"""Random jobs on a GPU: their tokens depend neither on what is captured nor on the jobs beside them."""
+"""Random jobs on a GPU: their tokens depend neither on what is captured nor on the jobs that run with them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_pages_computed_without_a_hook_are_not_used_with_it(model: ExLlamaV2) ->
 
 
 def test_jobs_that_wait_begin_as_the_model_is_then(model: ExLlamaV2) -> None:
-    """One job runs, another waits with the same prompt, and both go on behind a change; a third comes when the change
+    """One job runs, another waits with the same prompt, and both go on after a change; a third comes when the change
     has been taken back."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
@@ -195,7 +195,7 @@ def test_a_job_named_while_the_model_changes_finds_nothing_of_before(
 
 
 def test_a_job_that_waits_again_takes_nothing_of_while_it_waited(model: ExLlamaV2) -> None:
-    """The job never runs beside a hook, though another job of its prompt does while it waits for the second time, and
+    """The job never runs under a hook, though another job of its prompt does while it waits for the second time, and
     fills pages that had got their names before."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
@@ -271,7 +271,7 @@ def test_pages_of_a_job_whose_model_has_changed_begin_no_other_prompt() -> None:
         assert streamed_tokens(results) == small.naive(made, ids.tolist(), 6)
 
 
-def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> None:
+def test_names_after_a_change_are_one_sequences_own_until_it_starts_again() -> None:
     """Two prompts of one job go on alike; started again, names are those of anybody with this context."""
     made: Any = small.make(max_batch_size=2)
     pair = [small.ids("abcdefghijklmnop"), small.ids("ponmlkjihgfedcba")]
@@ -282,9 +282,9 @@ def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> 
     made.model.arrangement = []
     while one.new_tokens < 36:
         made.iterate()
-    behind = [sequence.labels[1:] for sequence in one.sequences]
-    assert [len(labels) for labels in behind] == [2, 2]
-    assert not set(behind[0]) & set(behind[1])
+    after = [sequence.labels[1:] for sequence in one.sequences]
+    assert [len(labels) for labels in after] == [2, 2]
+    assert not set(after[0]) & set(after[1])
     one.give_way()
     one.pages.refresh_names(made)
     for again in one.sequences:

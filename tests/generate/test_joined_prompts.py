@@ -137,7 +137,7 @@ def test_a_prompt_waits_for_what_another_computes() -> None:
 
 @pytest.mark.covers("generators: page-sharing")
 def test_many_prompts_with_one_beginning_look_for_it_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a beginning that is cached there is a page of every job before, and only the best of them is copied."""
+    """After a cached beginning there is a page of every earlier job, and only the best of these pages is copied."""
     looked: list[int] = []
     partial = PageTable.partial
 

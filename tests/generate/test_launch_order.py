@@ -239,8 +239,8 @@ def test_an_interrupt_between_launch_and_collection_loses_no_token(monkeypatch: 
     assert stage.tokens(job) == alone([3, 4, 5], 6)
 
 
-def test_rows_beside_guesses_stay_within_the_context() -> None:
-    """A job that may fill the model's context, beside one whose guesses make every window longer."""
+def test_rows_batched_with_guesses_stay_within_the_context() -> None:
+    """A job that may fill the model's context runs with one whose guesses make every window longer."""
     said = []
     for early in (False, True):
         config = ExLlamaV2Config(str(draft_model_dir()))

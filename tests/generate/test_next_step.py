@@ -354,7 +354,7 @@ def test_passes_of_a_draft_model_are_queued_before_their_ids_are_read() -> None:
 
 
 def test_a_pair_of_prompts_is_prelaunched() -> None:
-    """The sampler's token goes to both rows; beside a job without a negative prompt, too."""
+    """The sampler's token goes to both rows, also together with a job without a negative prompt."""
     for kinds in (["pair"], ["pair", "pair"], ["plain", "pair"]):
         asks = [Ask((3, 4, 5 + at), 9, at, kind, (), 0, -1) for at, kind in enumerate(kinds)]
         expected = play(asks, early=False)[0]

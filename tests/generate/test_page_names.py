@@ -90,7 +90,7 @@ def test_a_hook_that_was_there_before_the_generator_counts(model: ExLlamaV2) -> 
     assert namespace(model, ExLlamaV2Cache(model, max_seq_len=64)) == plain
 
 
-def test_names_behind_a_change_of_modules_are_the_generators_own() -> None:
+def test_names_after_a_change_of_modules_are_the_generators_own() -> None:
     """Both have met one change, and neither knows which the other's was."""
     plain = make().namespace_of(())
     found = {plain}

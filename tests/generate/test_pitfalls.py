@@ -77,7 +77,7 @@ def test_all_ids_of_an_eos_list_stop_generation() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 31, 33, 40_001, 151_937])
 def test_padded_ids_are_never_sampled(vocab: int) -> None:
-    """Logits are padded to a multiple of 32, and ids behind the vocabulary have no text."""
+    """Logits are padded to a multiple of 32, and ids past the vocabulary have no text."""
 
     class Hot(ScriptedModel):
         def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:

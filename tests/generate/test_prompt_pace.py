@@ -57,7 +57,7 @@ def paced(monkeypatch: pytest.MonkeyPatch, target: float | None) -> ExLlamaV2Dyn
     return generator
 
 
-def beside_a_stream(generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], list[list[int]]]:
+def during_a_stream(generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], list[list[int]]]:
     """Prompt tokens of each step that computes the long prompt while another job decodes, and the tokens of both."""
     stream, long = job("hello there", 120), job(LONG, 4)
     generator.enqueue(stream)
@@ -77,10 +77,10 @@ def beside_a_stream(generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], li
     return steps, [streamed_tokens(results[one]) for one in (stream, long)]
 
 
-def test_a_step_beside_streams_is_as_short_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, tokens = beside_a_stream(paced(monkeypatch, 0.025))
+def test_a_step_with_running_streams_is_as_short_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, tokens = during_a_stream(paced(monkeypatch, 0.025))
     assert max(steps[4:]) <= 0.025 / TOKEN_SECONDS, steps
-    usual, expected = beside_a_stream(paced(monkeypatch, None))
+    usual, expected = during_a_stream(paced(monkeypatch, None))
     assert max(usual) == CHUNK
     assert tokens == expected
 
@@ -95,9 +95,9 @@ def test_prompts_alone_are_computed_in_whole_chunks(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_step_computes_at_least_a_quarter_of_a_page_and_at_most_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, _ = beside_a_stream(paced(monkeypatch, 1e-6))
+    steps, _ = during_a_stream(paced(monkeypatch, 1e-6))
     assert min(steps[4:-1]) == max(steps[4:-1]) == make().page_size // 4
-    steps, _ = beside_a_stream(paced(monkeypatch, 60.0))
+    steps, _ = during_a_stream(paced(monkeypatch, 60.0))
     assert max(steps) == CHUNK
     assert sum(steps) == ids(LONG).shape[1] - 1
 

@@ -40,7 +40,7 @@ def told(scored: ExLlamaV2DynamicJob) -> list[tuple[Any, ...]]:
     before=st.booleans(),
 )
 def test_scores_are_the_model_s(lengths: list[int], new: int, top: int, chunk: int, before: bool) -> None:
-    """Prompts run together, beside one that only asks for tokens, some of them in the cache already."""
+    """Prompts run together and with one that only asks for tokens; some of them are in the cache already."""
     generator = make(cache_tokens=1024, max_chunk_size=chunk)
     if before:
         generator.enqueue(job(TEXT, 3))

@@ -120,7 +120,7 @@ def sparse(ids: Any, *, values: Any = None, dtype: torch.dtype = torch.int32, re
 def test_settings_of_the_wrong_form_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         sampler(**fields)
-    with pytest.raises(RequestError):  # and the same behind a copy
+    with pytest.raises(RequestError):  # and the same after a copy
         RequestSampler(Settings(**{**NEUTRAL, **fields}).clone(), Vocabulary.of(TOKENIZER))
 
 

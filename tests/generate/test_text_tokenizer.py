@@ -101,7 +101,7 @@ def test_no_text_of_a_document_becomes_a_special_token(pair, document: Any) -> N
 
 @pytest.mark.parametrize("cut", [1, 2, -1])
 def test_texts_side_by_side_spell_no_special_token(pair, cut: int) -> None:
-    """Keys and texts of documents, and the texts of a message, of which a template writes one behind the other."""
+    """Keys and texts of documents, and the texts of a message, which a template writes one after the other."""
     plain, _ = pair
     parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
     rows = "{% for one in documents %}{% for k, v in one.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}"

@@ -113,7 +113,7 @@ def test_guesses_are_never_rows_of_pictures(pair: Pair) -> None:
 
 
 def test_one_after_the_other_with_little_room(pair: Pair) -> None:
-    """Jobs that give way to each other and come back behind their images."""
+    """Jobs that give way to each other and resume after their images."""
     generator = generator_of(pair, tokens=PAGE * 8)
     jobs = [ask(pair, f"{'ab' * i}{(one := see(pair, 60, 24)).text_alias}", 40, one, max_rq_tokens=8) for i in (1, 2)]
     generator.enqueue(jobs)

@@ -39,14 +39,14 @@ def python_threads() -> int:
 
 @contextlib.contextmanager
 def pool_of(count: int) -> Iterator[DaemonPool]:
-    """A pool whose threads end behind it."""
+    """A pool whose threads end with it."""
     pool = DaemonPool(count)
     yield pool
     pool.shutdown()
 
 
 def all_at_once(pool: DaemonPool, count: int) -> None:
-    """All its threads work, each beside the others."""
+    """All its threads work at the same time."""
     together = threading.Barrier(count, timeout=LONG)
     futures = [pool.submit(together.wait) for _ in range(count)]
     assert sorted(future.result(timeout=LONG) for future in futures) == list(range(count))

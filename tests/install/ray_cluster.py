@@ -43,7 +43,7 @@ PACED = ModelConfig(
     id="paced", path=PATH, device="cpu", max_batch_size=32, cache_tokens=32768, engine="paced", family="hermes"
 )
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
-#: Seconds that only a hang takes, also for engines that start beside others on two cores.
+#: Seconds that only a hang takes, also for engines that start with others on two cores.
 WAIT = 600.0
 
 
@@ -413,7 +413,7 @@ def test_clients_that_leave_hold_nothing(cluster: Cluster) -> None:
 
 
 def test_many_requests_leave_nothing(cluster: Cluster) -> None:
-    """R10, with 500 requests: files, actors and objects are as many behind them as before."""
+    """R10, with 500 requests: files, actors and objects are as many after them as before."""
     body = {"model": "paced", "messages": STORY, "max_tokens": 2}
     cluster.replicas()
 

@@ -1,4 +1,4 @@
-"""exl-compat's wheel installs an entry for `exllamav2`: what pip and uv make of it, beside an original and without."""
+"""exl-compat's wheel installs an entry for `exllamav2`: what pip and uv make of it, with and without an original."""
 
 from __future__ import annotations
 

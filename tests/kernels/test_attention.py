@@ -136,8 +136,8 @@ def test_bitwise_identical_in_any_chunking_batch_placement_and_thread_count(
         assert torch.equal(whole, case.run([0] * n, list(range(n)), **options))
         for t in (0, 63, 64, 200, 511, 512, n - 1):
             assert torch.equal(whole[t], case.run([0], [t], **options)[0])
-            beside = case.run([1, 0, 1, 1], [332, t, 5, 64], **options)
-            assert torch.equal(whole[t], beside[1])
+            batched = case.run([1, 0, 1, 1], [332, t, 5, 64], **options)
+            assert torch.equal(whole[t], batched[1])
         for begin, end in ((0, 17), (17, 512), (512, 515), (515, n)):
             chunk = case.run([0] * (end - begin), list(range(begin, end)), **options)
             assert torch.equal(whole[begin:end], chunk)

@@ -100,7 +100,7 @@ def test_mlp_block(rows: int, kind: str) -> None:
 
 
 def test_attention_block_with_norms_and_clip() -> None:
-    """Layer norm before, RMS norms of each head of q and over all of k, clamped values, RMS norm behind."""
+    """Layer norm before, RMS norms of each head of q and over all of k, clamped values, RMS norm after."""
     tokens, generator = 5, torch.Generator().manual_seed(4)
     s, x = step(tokens), torch.randn(tokens, HIDDEN, generator=generator)
     q, k, v, o = projections()

@@ -226,7 +226,7 @@ def test_a_bound_on_keys_changes_no_bit() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_any_number_of_blocks_that_share_a_row_is_bitwise_identical(kind: Any, dim: int) -> None:
-    """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
+    """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and next to their borders."""
     lengths = [3000, 513, 2048, 513, *[1] * 5] if UNDER_A_TOOL else [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
     case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8, queries=50)
     alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]

@@ -1,6 +1,6 @@
 """Blocks that share the keys of a prompt's tile are bitwise identical to one block, on a GPU.
 
-A prompt of few tokens behind many keys, such as the next message of a long chat, has fewer tiles than a card has SMs.
+A prompt of few tokens after many keys, such as the next message of a long chat, has fewer tiles than a card has SMs.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_results_packed_for_the_next_matmul(matrix: str, groups: int, dim: int) 
             # Units of 32 rows of K: 64 bytes of each of eight columns, of which the matmul reads those of its rows.
             columns = scratch[: made.in_features * 16].view(-1, 8, 64)[:, : len(lengths)]
             packed.append((columns, scratch[made.in_features * 16 :]))
-        (few, behind_few), (teams, behind_teams) = packed
+        (few, rest_few), (teams, rest_teams) = packed
         assert (few != 0xA5).any()
         assert torch.equal(few, teams)
-        assert torch.equal(behind_few, behind_teams)
+        assert torch.equal(rest_few, rest_teams)

@@ -54,7 +54,7 @@ def test_dequantized_matrices_are_those_of_the_format(kind: str, part: int) -> N
 @pytest.mark.parametrize("kind", ["exl2-128", "exl2-32-own", "gptq-32-act"])
 @pytest.mark.parametrize("most", [1, 2, COUNT])
 def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some experts at a time, each with rows of its own number, beside what all rows share."""
+    """Some experts at a time, each with its own number of rows, in addition to what all rows share."""
     monkeypatch.setattr(cuda, "experts_at_once", lambda hidden, width: most)
     experts = experts_of(kind, COUNT, HIDDEN, WIDTH)
     together = GroupedExperts(experts, "silu")

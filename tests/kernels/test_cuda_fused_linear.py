@@ -102,7 +102,7 @@ def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], group: int,
 @pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq act-order", "gptq groups of 32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_of_one_matrix(activation: Any, kind: str, dtype: torch.dtype) -> None:
-    """An activation behind one matmul, alone and with the matmul that takes its results."""
+    """An activation after one matmul, alone and with the matmul that takes its results."""
     group = 32 if "32" in kind else 128
     if kind.startswith("exl2"):
         up, down = exl2(K, 5, 4, seed=1, bias=True, group=group), exl2(528, 4, seed=2, group=group)

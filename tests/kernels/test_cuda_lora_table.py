@@ -209,7 +209,7 @@ def require_room(group: LoraGroup, matmul: FusedLinear, x: torch.Tensor, *, in_9
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", ["one order", "own orders", "gptq act-order", "groups of 32", "gptq groups of 32"])
 @pytest.mark.parametrize("ranks", [(16, 1, 8, 5), (32, 16, 31, 17)])
-def test_a_matmul_adds_adapters_bitwise_as_a_launch_behind_it(kind: str, rows: int, ranks: tuple[int, ...]) -> None:
+def test_a_matmul_adds_adapters_bitwise_as_a_launch_after_it(kind: str, rows: int, ranks: tuple[int, ...]) -> None:
     """Three matrices, and one with a residual, for every pair of sets; some sets and matrices have no adapter."""
     matrices, norm = qkv(kind), norm_of(torch.float32)
     for some in (matrices, matrices[2:]):
@@ -278,7 +278,7 @@ def test_outputs_that_fill_no_tile_get_adapters(rows: int) -> None:
 
 @pytest.mark.needs("bulk_copy")
 def test_matmuls_of_every_size_share_the_workspace() -> None:
-    """Adapters of few rows beside matmuls of many rows, whose blocks exchange sums in the same memory."""
+    """Adapters of few rows together with matmuls of many rows, whose blocks exchange sums in the same memory."""
     matrix = exl2(4096, 4, k=14336)
     matmul = FusedLinear([matrix])
     group = LoraGroup(group_of(1, (4096,), 14336, (16, 1, 8, 5)), 14336, (4096,))

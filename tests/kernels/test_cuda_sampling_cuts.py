@@ -1,4 +1,4 @@
-"""Cuts over many candidates take the tokens of the CPU on a GPU: tail-free and typical ones, beside other settings."""
+"""Cuts over many candidates take the tokens of the CPU on a GPU: tail-free and typical ones, with other settings."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ BROKEN = {
     "offset near 2^64": ({"a": entry("F32", [1], 2**64 - 5, 2**64 - 1)}, b"1234", "ends at byte"),
     "elements overflow": ({"a": entry("F32", [2**32, 2**32], 0, 0)}, b"", 'tensor "a": shape .* 63 bits'),
     "bytes overflow": ({"a": entry("F64", [2**61], 0, 0)}, b"", "63 bits"),
-    "overflow behind a zero": ({"a": entry("F32", [0, 2**40, 2**40], 0, 0)}, b"", "63 bits"),
+    "overflow after a zero": ({"a": entry("F32", [0, 2**40, 2**40], 0, 0)}, b"", "63 bits"),
     "too many dimensions": ({"a": entry("F32", [1] * 65, 0, 4)}, b"1234", "65 dimensions"),
     "overlap": (
         {"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 3, 7)},
@@ -222,7 +222,7 @@ def test_long_names_do_not_flood_the_message(tmp_path: Path) -> None:
 
 
 def test_harmless_oddities_are_read(tmp_path: Path) -> None:
-    # Gaps, bytes behind the last tensor, spaces around the header, unknown fields, empty tensors anywhere.
+    # Gaps, bytes after the last tensor, spaces around the header, unknown fields, empty tensors anywhere.
     header = {
         "b": entry("U8", [2], 6, 8) | {"note": [1, {"x": None}]},
         "a": entry("I16", [2], 0, 4),

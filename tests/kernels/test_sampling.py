@@ -173,7 +173,7 @@ def test_odd_logits_anywhere_are_seen_alike(seed: int, width: int) -> None:
 @pytest.mark.parametrize("which", ["logits", "negative"])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_masked_odd_logit_of_a_pair_is_seen(odd: float, which: str, greedy: bool) -> None:
-    """The sums of logsoftmax go over NaN: a token sampled beside it would be sampled from nothing."""
+    """The sums of logsoftmax go over NaN: another token would be sampled from nothing."""
     mask = pack_ids([1, 2, 3], 64)
     row = Row(Plan(size=60, cfg_scale=1.5, greedy=greedy), torch.randn(64), negative=torch.randn(64), mask=mask)
     assert isinstance(sampling.sample([row])[0], Sampled)
@@ -222,7 +222,7 @@ def test_unfit_operands_are_refused(change: dict[str, Any], error: type[Exceptio
 
 
 def test_rows_on_the_cpu_are_sampled_when_they_are_collected() -> None:
-    """Also beside inputs of a next step, which only a GPU writes; errors come from one of the two calls."""
+    """Also with inputs of a next step, which only a GPU writes; errors come from one of the two calls."""
     rows = [Row(Plan(size=300, top_k=k), torch.randn(300), uniform=0.5) for k in (1, 20)]
     ids = torch.full((2,), -1)
     launched = sampling.launch(rows, sampling.TokenTarget(ids, 300))
@@ -366,7 +366,7 @@ def test_a_late_temperature_next_to_zero_takes_the_likeliest() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", [1, 40, 2049, 33_000])
 def test_gpu_mixes_pairs_of_prompts(width: int) -> None:
-    """CFG, with excluded ids and broken logits in either row; beside rows without a pair."""
+    """CFG, with excluded ids and broken logits in either row; with rows without a pair."""
     rng = np.random.default_rng(width)
     rows = []
     for i in range(16):
@@ -525,7 +525,7 @@ def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
 @settings(max_examples=20 if UNDER_A_TOOL else trials(200, 20), deadline=None)
 @given(st.data())
 def test_rows_that_report_nothing_are_never_left_to_the_cpu(data: st.DataObject) -> None:
-    """Behind them logits may be overwritten as soon as the launches have read them."""
+    """Their logits may be overwritten as soon as the launches have read them."""
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
     row, _ = broken_row(rng, 300)
     row = replace(on_gpu(row), top_n=0)
@@ -553,7 +553,7 @@ def test_gpu_sees_odd_logits_as_the_cpu_does(width: int) -> None:
 
 
 @pytest.mark.cuda
-def test_gpu_launches_can_be_captured_behind_a_step() -> None:
+def test_gpu_launches_can_be_captured_after_a_step() -> None:
     """A replay reads the logits that are there then."""
     logits = torch.randn(2, 5000, device="cuda")
     rows = [Row(Plan(size=5000, top_k=40), row, uniform=0.3) for row in logits]

@@ -84,7 +84,7 @@ def rows(count: int, width: int, mask: int = 1) -> list[Row]:
 def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
     memory: Memory, count: int, width: int, mask: int
 ) -> None:
-    """Whichever of the allocations fails: the error says so, and calls of that size or less are answered behind it."""
+    """Whichever allocation fails, the error says so, and later calls of that size or less are answered."""
     small, large = rows(1, 100), rows(count, width, mask)
     sampling_cuda.launch(small).collect()
     before = memory.made

@@ -64,5 +64,5 @@ def test_limits() -> None:
         assert not stage.fill(ids, past, table, StepLimits(vocab=vocab, positions=positions, pages=pages))
     assert not stage.fill(torch.tensor([[-2]]), past, table, limits)
     assert not stage.fill(torch.tensor([[1, 1]]), past, table, limits)
-    # Page numbers behind the last page in use may be anything.
+    # Page numbers after the last page in use may be anything.
     assert stage.fill(ids, torch.tensor([2], dtype=torch.int32), torch.tensor([[1, -9]], dtype=torch.int32), limits)

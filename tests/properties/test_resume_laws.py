@@ -191,7 +191,7 @@ def run(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2DynamicJob) -> Resul
 
 
 def check(ask: Ask, cut: int, generators: list[ExLlamaV2DynamicGenerator]) -> None:
-    """The whole run, on the first generator, is cut behind `cut` results and resumed on the last one."""
+    """The whole run, on the first generator, is cut after `cut` results and resumed on the last one."""
     whole = run(generators[0], ask.job())
     last = whole[-1]
     if last["eos_reason"] in ("error", "filter_error", "filter_dead_end"):

@@ -111,7 +111,7 @@ def test_a_native_job_does_not_see_what_becomes_of_its_settings(
 def test_a_job_of_exl_compat_follows_its_settings_from_token_to_token(
     style: str, seed: int, plan: list[tuple[int, str]], ahead: bool
 ) -> None:
-    """Each token is the one that a new native job would sample behind those before it, with the settings as they are
+    """Each token is the one that a new native job would sample after those before it, with the settings as they are
     then.
     """
     found = played(settings_of(Compat, style), seed, plan, ahead)

@@ -157,7 +157,7 @@ def test_every_cut_gives_the_same_answer(cuts: list[int], form: str, as_text: bo
         region(form, ['{"name": 5}']),
         region(form, ["nothing that is JSON"]),
         region(form, [call(form, "clock", {})])[:-20],
-        "text " + region(form, [call(form, "clock", {"a": 1})]) + " behind",
+        "text " + region(form, [call(form, "clock", {"a": 1})]) + " after",
         '{"name": "clock"}',
     ):
         assert run(family, text, cuts) == run(family, text, [])
@@ -347,8 +347,8 @@ def test_a_format_begins_after_the_reasoning() -> None:
     family = OutputFamily(FORMATS["hermes"], {"</think>": 9}, lambda i: b"")
     wanted = Constraint(kind="json_object", source="")
     assert family.constraints(ChannelSettings(), wanted) == (wanted,)
-    (behind,) = family.constraints(ChannelSettings(starts_in_reasoning=True), wanted)
-    assert behind.after == 9
+    (after,) = family.constraints(ChannelSettings(starts_in_reasoning=True), wanted)
+    assert after.after == 9
     for choice in ("required", "clock"):  # an answer that is a call has no content to shape
         forced = ChannelSettings(tools=TOOLS, tool_choice=choice)
         assert family.constraints(forced, wanted) == family.constraints(forced, None)

@@ -1,4 +1,4 @@
-"""Random requests over all fields: however one is sent, and whatever runs beside it, the answer is the library's.
+"""Random requests over all fields: however one is sent, and whatever else runs, the answer is the library's.
 
 Alone, streamed, among others, without cached pages and with drafts the answers are equal to the last bit, which a CPU
 promises (docs/reference/reproducibility.md).

@@ -1,4 +1,4 @@
-"""Answers that must be calls: one or several, behind reasoning that stays free."""
+"""Answers that must be calls: one or several, after reasoning that stays free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from exl_serve.stream.family import ChannelSettings
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
-#: two calls of `look`, as each format writes them behind the first region's opening marker
+#: two calls of `look`, as each format writes them after the first region's opening marker
 TWO = {
     "hermes": '\n{"name": "look", "arguments": {"n": 1}}\n</tool_call>\n<tool_call>\n'
     '{"name": "look", "arguments": {"n": 2}}\n</tool_call>',

@@ -1,4 +1,4 @@
-"""A response format beside tools that may be left alone: the answer follows the format, or calls tools."""
+"""A response format with tools that may be left alone: the answer follows the format, or calls tools."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_choice_may_begin_as_a_call_does(said: str, cuts: list[int]) -> None:
     "contents", [["<tool_call>no", "no"], [CALL + "!"], [CALL[:-2] + "!", '<tool_call>{"name": 5']]
 )
 @pytest.mark.parametrize("size", [1, 9, 100])
-def test_a_call_beside_such_choices_is_a_call(contents: list[str], size: int) -> None:
+def test_a_call_instead_of_such_choices_is_a_call(contents: list[str], size: int) -> None:
     settings = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, contents=contents)
     machine = OutputFamily(FORMATS["hermes"], {}, lambda i: b"").machine(0, settings, "r")
     events: list[AnswerEvent] = []

@@ -151,7 +151,7 @@ def test_an_error_of_a_long_prompt_gives_advice_that_can_be_followed(http: httpx
     assert told.endswith("shorten the prompt")
 
 
-def test_a_large_body_is_read_beside_the_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_read_outside_the_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
 
     def reading(data: bytes, limits: Limits) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An answer that may hold one call ends behind it, and shows no other."""
+"""An answer that may hold one call ends after it, and shows no other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer() -> TextTokenizer:
 
 
 def left_of(form: str, tokenizer: TextTokenizer, text: str, **settings: Any) -> str | None:
-    """Return what of the text comes behind the end of the answer; None where the answer does not end."""
+    """Return the text after the end of the answer; None where the answer does not end."""
     asked = ChannelSettings(tools=(LOOK,), tool_choice="auto", **settings)
     constraints = OutputFamily(FORMATS[form], {}, lambda i: b"").constraints(asked, None)
     (made,) = compile_constraints(constraints, None, tokenizer)

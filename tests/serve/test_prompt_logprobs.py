@@ -104,7 +104,7 @@ def test_a_stream_equals_the_answer_and_prompts_are_scored_one_by_one(http: http
 
 
 def test_the_sum_over_a_continuation_is_what_the_model_would_say(http: httpx.Client) -> None:
-    """A harness scores a continuation by the tokens behind its context, sent as ids, with one token to spare."""
+    """A harness scores a continuation by the tokens after its context, sent as ids, with one token to spare."""
     context, continuation = "Once upon a time there was a", " little fox"
     ids = [
         http.post("/tokenize", json={"model": "fable", "prompt": text}).json()["tokens"]

@@ -28,7 +28,7 @@ STRIDE = 7
 
 
 class Client(RayEngine):
-    """Closes the engine behind its replicas, too."""
+    """Closes the replicas' engine, too."""
 
     local: LocalEngine
 

@@ -75,7 +75,7 @@ def test_the_oldest_make_room() -> None:
 
 
 class Replicas:
-    """Replicas that handle POISON's prompt in a way: each ends before it has accepted it (`dies`) or behind that
+    """Replicas that handle POISON's prompt in a way: each ends before it has accepted it (`dies`) or after that
     (`breaks`), or `drops` of them end the stream in order, as for an ingress that they take for dead, or by the error
     of an engine that took its replica for dead (`silent`).
     """

@@ -40,7 +40,7 @@ def test_a_completion_continues_after_the_tokens_that_the_client_has() -> None:
 
 
 class Fragile:
-    """A deployment of replicas over one engine. The first one ends behind `at` events of a request."""
+    """A deployment of replicas over one engine. The first one ends after `at` events of a request."""
 
     def __init__(self, engine: Any, folder: Path, at: int) -> None:
         self._engine, self._folder, self._left = engine, folder, at

@@ -100,7 +100,7 @@ def test_reasoning_ends_and_content_follows(client: openai.OpenAI, fable: Engine
 
 
 def test_a_budget_and_a_schema(client: openai.OpenAI) -> None:
-    """The format holds behind the reasoning."""
+    """The format holds after the reasoning."""
     messages: list[Any] = [{"role": "user", "content": "A story."}, {"role": "assistant", "content": "<think>"}]
     schema = {
         "type": "object",

@@ -75,7 +75,7 @@ def test_a_stream_that_nobody_reads_ends(scripted: EngineThread, monkeypatch: py
     assert lines.texts == []
 
 
-def test_a_client_that_leaves_with_another_request_behind_ends_its_stream(
+def test_a_client_that_leaves_with_another_request_queued_ends_its_stream(
     scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, lines, logs = Counting(), Lines(), [logging.getLogger(name) for name in ("uvicorn.error", "exl_serve")]

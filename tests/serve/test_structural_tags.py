@@ -47,7 +47,7 @@ def test_a_region_after_the_trigger_follows_its_schema(server: LiveServer, body:
     answer = ask(server, **body)
     assert answer.status_code == 200, answer.text
     content = answer.json()["choices"][0]["message"]["content"]
-    found = re.match(r"Hello <([ab])>(\{[^}]*\})</\1>.", content, re.DOTALL)  # free text goes on behind it
+    found = re.match(r"Hello <([ab])>(\{[^}]*\})</\1>.", content, re.DOTALL)  # free text continues after it
     assert found is not None, content
     assert set(json.loads(found[2])) == {"n"}
 

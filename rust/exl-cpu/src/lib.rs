@@ -3,7 +3,7 @@
 //! All kernels give bitwise identical results for the same inputs at any thread count: work is split over outputs only, and each output is
 //! reduced in one fixed order.
 //!
-//! The operators beside [`matmul`] take and fill slices of float32 and run on the [`pool`]. Fused layers call them: [`norm::normalize`],
+//! The operators other than [`matmul`] take and fill slices of float32 and run on the [`pool`]. Fused layers call them: [`norm::normalize`],
 //! [`rope::apply`], [`kv::store`], [`attention::paged_attention`], [`activation::activate_in_place`]. [`kv::Pages`] has the places of a
 //! layer's keys and values.
 

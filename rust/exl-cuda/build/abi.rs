@@ -63,7 +63,7 @@ fn enumerators_in(source: &str) -> String {
                 None => (one.trim(), next),
                 Some((name, value)) => match value.trim().parse() {
                     Ok(value) => (name.trim(), value),
-                    Err(_) => break, // no number: those behind it are unknown, too
+                    Err(_) => break, // no number: those after it are unknown, too
                 },
             };
             writeln!(text, "    pub const {name}: i64 = {value};").expect("write to a String");
@@ -84,7 +84,7 @@ struct StructLayout<'a> {
 fn layouts_in(source: &str) -> Result<String, String> {
     let mut structs: Vec<StructLayout> = Vec::new();
     for call in source.split("ABI_").skip(1) {
-        let broken = || format!("expected SIZE(..) or AT(..) behind ABI_, found {call:.40}");
+        let broken = || format!("expected SIZE(..) or AT(..) after ABI_, found {call:.40}");
         let (kind, rest) = call.split_once('(').ok_or_else(broken)?;
         let (arguments, _) = rest.split_once(')').ok_or_else(broken)?;
         let arguments: Vec<&str> = arguments.split(',').map(str::trim).collect();

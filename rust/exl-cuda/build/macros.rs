@@ -57,7 +57,7 @@ impl Macros {
         Ok(rest)
     }
 
-    /// Call `found` with the text behind each `__global__` of `text`, which is part of `file`, and the name of the file that writes it.
+    /// Call `found` with the text after each `__global__` of `text`, which is part of `file`, and the name of the file that writes it.
     pub fn each_definition(
         &self,
         text: &str,
@@ -97,14 +97,14 @@ impl Macros {
             if at < from {
                 continue;
             }
-            let behind = &text[at + word.len()..];
+            let rest = &text[at + word.len()..];
             if word == "__global__" {
-                found(behind, file)?;
+                found(rest, file)?;
             }
             if !relevant.contains(word) {
                 continue;
             }
-            let Some((arguments, length)) = arguments(behind) else {
+            let Some((arguments, length)) = arguments(rest) else {
                 continue;
             };
             let Macro {
@@ -131,7 +131,7 @@ impl Macros {
     }
 }
 
-/// A macro's body with arguments for parameters; `##` joins what is beside it.
+/// A macro's body with arguments for parameters; `##` joins what is on both sides of it.
 fn substituted(body: &str, parameters: &[String], arguments: &[&str]) -> String {
     let mut text = String::new();
     let mut from = 0;

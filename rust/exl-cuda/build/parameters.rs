@@ -73,10 +73,10 @@ fn kernels_in(path: &Path, file: &str, found: &mut Vec<Kernel>) -> Result<(), St
     Ok(())
 }
 
-/// Name and parameters of a kernel, from its definition behind `__global__`.
+/// Name and parameters of a kernel, from its definition after `__global__`.
 fn signature(text: &str) -> Result<(String, Parameters), String> {
     let shown: String = text.chars().take(100).collect();
-    let broken = || format!("no kernel with a body behind __global__: {shown}");
+    let broken = || format!("no kernel with a body after __global__: {shown}");
     let (head, _) = text.split_once('{').ok_or_else(broken)?;
     let list = head.trim_end().strip_suffix(')').ok_or_else(broken)?;
     let mut depth = 1;

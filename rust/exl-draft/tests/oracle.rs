@@ -105,7 +105,7 @@ proptest! {
         other in prop::collection::vec(0u32..5, 60), shortest in 0u32..4, needed in 1u32..4,
     ) {
         let (mut automaton, mut plain) = (Automaton::new(order as u32), Plain::default());
-        let (mut text, mut beside, mut cursor) = (Vec::new(), Vec::new(), Cursor::default());
+        let (mut text, mut second, mut cursor) = (Vec::new(), Vec::new(), Cursor::default());
         for (act, next) in acts.iter().zip(other) {
             match *act {
                 Act::Push(token, counted) => {
@@ -123,11 +123,11 @@ proptest! {
             prop_assert_eq!(automaton.best(automaton.end(), shortest, needed), plain.best(&text, order, shortest, needed));
             // A cursor does not search again for what the text has gained: it knows at least what a fresh one knew.
             cursor = automaton.advance(cursor, next);
-            beside.push(next);
-            let fresh = tail(&beside, order).iter().fold(Cursor::default(), |at, &t| automaton.advance(at, t));
-            prop_assert_eq!(fresh.length() as usize, plain.longest(&beside, order).len());
+            second.push(next);
+            let fresh = tail(&second, order).iter().fold(Cursor::default(), |at, &t| automaton.advance(at, t));
+            prop_assert_eq!(fresh.length() as usize, plain.longest(&second, order).len());
             prop_assert!(cursor.length() <= fresh.length());
-            prop_assert_eq!(automaton.best(fresh, shortest, needed), plain.best(&beside, order, shortest, needed));
+            prop_assert_eq!(automaton.best(fresh, shortest, needed), plain.best(&second, order, shortest, needed));
         }
     }
 

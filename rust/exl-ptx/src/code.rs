@@ -97,7 +97,7 @@ pub enum Space {
     Param,
 }
 
-/// A load or store: registers are the destinations or the sources behind the address.
+/// A load or store: registers are the destinations or the sources after the address.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     pub space: Space,

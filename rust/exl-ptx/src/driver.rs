@@ -307,7 +307,7 @@ pub unsafe extern "C" fn cuFuncGetParamInfo(
         Ok(kernel) => kernel,
         Err(why) => return report(LAUNCH_FAILED, &format!("{}: {why}", function.name)),
     };
-    // An index behind the last one is how callers find the number of parameters: it is not reported.
+    // An index past the last one is how callers find the number of parameters: it is not reported.
     let Some(&(at, bytes)) = kernel.params.get(index) else {
         return INVALID_VALUE;
     };

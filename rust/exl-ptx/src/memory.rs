@@ -52,7 +52,7 @@ impl Ranges {
         let mut text = String::new();
         if let Some((start, end)) = before {
             text += &format!(
-                "; {} bytes behind the end of an allocation of {}",
+                "; {} bytes past the end of an allocation of {}",
                 address - end.min(address),
                 end - start
             );

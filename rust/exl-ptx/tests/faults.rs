@@ -1,4 +1,4 @@
-//! Kernels with planted faults: each must be found, and the correct kernel beside it must run.
+//! Kernels with planted faults: each must be found, and the correct version of the kernel must run.
 
 use exl_ptx::card::Card;
 use exl_ptx::grid::{Launch, run};
@@ -70,15 +70,15 @@ fn a_missing_barrier_is_found() {
 #[test]
 fn an_access_outside_of_an_allocation_is_found() {
     let text = kernel("st.global.u32 [%rd3+4], %r2;");
-    let why = outcome_of(&text, 0, 0).expect_err("the last thread writes behind the end");
+    let why = outcome_of(&text, 0, 0).expect_err("the last thread writes past the end");
     assert!(
         why.contains("no allocation contains") && why.contains("lane 31"),
         "{why}"
     );
     let why = outcome_of(&kernel("st.global.u32 [%rd3+1], %r2;"), 0, 0).expect_err("misaligned");
     assert!(why.contains("misaligned store of 4 bytes"), "{why}");
-    let why = outcome_of(&kernel("st.shared.u32 [%r5+512], %r2;"), 0, 0)
-        .expect_err("behind shared memory");
+    let why =
+        outcome_of(&kernel("st.shared.u32 [%r5+512], %r2;"), 0, 0).expect_err("past shared memory");
     assert!(why.contains("512 bytes of shared memory"), "{why}");
 }
 

@@ -64,7 +64,7 @@ const SWIZZLED: Layout = Layout {
     swizzle: 1,
     transposed: false,
 };
-/// Values of K one after another, 64 columns in 128 bytes; the next 64 columns behind them.
+/// Values of K one after another, 64 columns in 128 bytes; the next 64 columns after them.
 const SWIZZLED_TRANSPOSED: Layout = Layout {
     place: |at, k| at / 64 * 8192 + k * 128 + ((at % 64 / 8) ^ (k % 8)) * 16 + at % 8 * 2,
     leading: 8192,
@@ -222,7 +222,7 @@ fn a_missing_fence_after_stores_is_found() {
 #[test]
 fn a_store_before_the_wait_is_found() {
     let image = image_of(&PLAIN, &PLAIN);
-    // B's first value, and bytes behind A that no instruction reads.
+    // B's first value, and bytes after A that no instruction reads.
     let (read, unread) = (A_BYTES, A_BYTES - 1024);
     let store = |to: usize| format!("st.shared.u32 [%r3+{to}], %r7;\n");
     let early = |to: usize| {
@@ -233,7 +233,7 @@ fn a_store_before_the_wait_is_found() {
     };
     let outcome = |wait: &str| outcome_of(&kernel(&PLAIN, &PLAIN, false, FENCE, wait), &image, 0);
 
-    outcome(&format!("{WAIT}\nbar.sync 0;\n{}", store(read))).expect("a store behind the wait");
+    outcome(&format!("{WAIT}\nbar.sync 0;\n{}", store(read))).expect("a store after the wait");
     outcome(&early(unread)).expect("a store to bytes that no instruction reads");
     let why = outcome(&early(read)).expect_err("a store before the wait");
     assert!(why.contains("may still read"), "{why}");

@@ -121,7 +121,7 @@ class AddsToBuffer(Plain):
         return True
 
 
-@mutants(18, "sets the bits behind the vocabulary")
+@mutants(18, "sets the bits past the vocabulary")
 class SetsTail(Plain):
     def fill_bitmask(self, words: Words) -> bool:
         super().fill_bitmask(words)

@@ -44,7 +44,7 @@ class AllowsHoles(Plain):
         return sorted({*(allowed or ()), *(i for i in range(v.size) if not v.is_defined(i))}), ends
 
 
-@mutants(2, "an id behind the vocabulary")
+@mutants(2, "an id past the vocabulary")
 class AllowsPadding(Plain):
     def next(self) -> Allowed:
         allowed, ends = super().next()

@@ -195,7 +195,7 @@ def test_an_answer_ends_before_the_first_stop_string(
 # ---- load ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_text_is_encoded_beside_the_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_encoded_outside_the_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another request is answered before the text is encoded."""
     answered = threading.Event()
     encode: Callable[..., list[int]] = FolderText.encode

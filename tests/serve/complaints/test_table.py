@@ -84,8 +84,8 @@ COMPLAINTS: dict[int, Complaint] = {
     7: Complaint(
         "A tokenizer, a template, an image or a huge body blocks all streams.",
         (
-            "complaints/test_over_http.py::test_a_long_text_is_encoded_beside_the_loop",
-            "test_http.py::test_a_large_body_is_read_beside_the_loop",
+            "complaints/test_over_http.py::test_a_long_text_is_encoded_outside_the_loop",
+            "test_http.py::test_a_large_body_is_read_outside_the_loop",
             "tests/generate/test_text_tokenizer.py::test_a_slow_template_does_not_stop_the_others",
             "test_images.py::test_more_requests_than_may_wait_for_a_decoder_are_refused",
             "ops/test_watch.py::test_a_long_block_of_the_loop_counts_for_every_timer_in_it",

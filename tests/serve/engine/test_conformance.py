@@ -67,7 +67,7 @@ class Sink:
         self.events = 0
 
     def __call__(self, event: Any) -> None:
-        assert event.choice not in self.ends, "an event behind the last"
+        assert event.choice not in self.ends, "an event after the last"
         self.events += 1
         if isinstance(event, Tokens):
             self.ids[event.choice] += event.ids

@@ -30,7 +30,7 @@ def config(**kw: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize(("target", "enough"), [(0.0, 1024), (1e-6, 512)])
-def test_prompts_wait_beside_streams_until_they_fill_a_step(
+def test_prompts_wait_while_streams_run_until_they_fill_a_step(
     monkeypatch: pytest.MonkeyPatch, target: float, enough: int
 ) -> None:
     """A step with a target computes fewer prompt tokens, so that fewer are enough."""

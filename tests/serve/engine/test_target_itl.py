@@ -13,7 +13,7 @@ from exl_serve.errors import ServeError
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(1e-6, 512), (0.0, 1009)])
-def test_prompt_tokens_of_a_step_beside_a_stream(seconds: float, most: int) -> None:
+def test_prompt_tokens_of_a_step_during_a_stream(seconds: float, most: int) -> None:
     folder = str(bundled.default_model_dir())
     config = ModelConfig(
         id="m", path=folder, engine="free", device="cpu", max_chunk_size=1024, cache_tokens=8192, target_itl=seconds

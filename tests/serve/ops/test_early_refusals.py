@@ -108,7 +108,7 @@ def test_a_full_queue_refuses_before_the_prompt_is_read(
 
 
 def test_a_refused_prompt_leaves_no_open_request(live: LiveServer) -> None:
-    """Its place is given back though it failed behind the limits."""
+    """Its place is given back though it failed after the limits had admitted it."""
     for path, body in ROUTES * 2:
         refused = ask(live, "narrow", path, body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -22,7 +22,7 @@ GUIDE = (ROOT / "docs/guides/serving.md").read_text(encoding="utf-8")
 
 
 def block(text: str, title: str, language: str) -> str:
-    """The first block of a language behind a text."""
+    """The first block of a language after a text."""
     found = re.search(rf"^```{language}\n(.*?)^```", text[text.index(title) :], re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1]

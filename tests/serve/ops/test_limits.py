@@ -141,7 +141,7 @@ def test_headers_that_begin_behind_a_request_have_their_time_too(monkeypatch: py
 
 
 def test_an_empty_line_behind_an_answer_is_no_request() -> None:
-    """Some clients send one behind a body."""
+    """Some clients send one after a body."""
 
     async def work(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -216,9 +216,9 @@ async def early(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize("end", [b"1.1\r\nconnection: close", b"1.0\r\nconnection: keep-alive"])
-@pytest.mark.parametrize("behind", [b"", CLOSE])
+@pytest.mark.parametrize("after", [b"", CLOSE])
 def test_a_last_request_that_is_answered_early_is_read_to_its_end(
-    monkeypatch: pytest.MonkeyPatch, end: bytes, behind: bytes
+    monkeypatch: pytest.MonkeyPatch, end: bytes, after: bytes
 ) -> None:
     """A client that sends its whole body before it reads would see a reset connection instead of the answer."""
     STARTED.clear()
@@ -228,7 +228,7 @@ def test_a_last_request_that_is_answered_early_is_read_to_its_end(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/" + end + b"\r\nhost: a\r\ncontent-length: 20000000\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
-        for part in [bytes(1_000_000)] * 19 + [bytes(1_000_000) + behind]:
+        for part in [bytes(1_000_000)] * 19 + [bytes(1_000_000) + after]:
             writer.write(part)
             await writer.drain()
         assert head.startswith(b"HTTP/1.1 401 ")
@@ -311,7 +311,7 @@ def test_a_request_that_offers_another_protocol_may_end_its_connection(end: byte
     run(PATIENT, work)
 
 
-def test_data_behind_an_offer_of_another_protocol_is_checked() -> None:
+def test_data_after_an_offer_of_another_protocol_is_checked() -> None:
     offer = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
 
     async def work(port: int) -> None:
@@ -332,7 +332,7 @@ async def slow_stream(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_an_error_is_not_written_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A malformed request comes behind a good one that waits for a running stream."""
+    """A malformed request comes after a good one that waits for a running stream."""
     monkeypatch.setattr(f"{__name__}.app", slow_stream)
     get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -397,7 +397,7 @@ def test_large_headers_are_refused(headers: bytes) -> None:
 
 
 def test_a_target_without_a_path_is_answered_400() -> None:
-    """Also behind a request that has its answer."""
+    """Also after a request that has its answer."""
     bad = b"GET http://a HTTP/1.1\r\nhost: a\r\n\r\n"
 
     async def work(port: int) -> None:
@@ -556,7 +556,7 @@ async def received(client: socket.socket, pause: float = 0.0) -> int:
 
 @pytest.mark.parametrize("again", [b"", CLOSE])
 def test_a_whole_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch, again: bytes) -> None:
-    """Also with another request behind it."""
+    """Also with another request after it."""
     monkeypatch.setattr(f"{__name__}.app", large)
     monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 0.2)
     meter = Counting()
@@ -573,7 +573,7 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyP
 
 
 def test_a_last_answer_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another request is behind it, which gets no answer, and so little waits that writing goes on."""
+    """Also where another request follows it, which gets no answer, and so little waits that writing goes on."""
     monkeypatch.setattr(f"{__name__}.app", large)
     monkeypatch.setattr(api_limits, "UNREAD_SECONDS", 0.2)
     monkeypatch.setattr(api_limits, "UNSENT_BYTES", 2 * LARGE)

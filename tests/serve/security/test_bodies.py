@@ -166,7 +166,7 @@ def test_a_grammar_that_does_not_end_meets_the_limit_of_tokens(http: httpx.Clien
 
 
 def test_a_dead_end_is_an_error_and_ends_nothing_else(http: httpx.Client) -> None:
-    """The settings allow one token without digits, the pattern asks for digits: at once, or behind three letters."""
+    """The settings allow one token without digits, the pattern asks for digits: at once, or after three letters."""
     (token,) = http.post("/tokenize", json={"model": "fable", "prompt": "a", "add_special_tokens": False}).json()[
         "tokens"
     ]

@@ -1,4 +1,4 @@
-"""Detect the original exllamav2 beside exl-compat: both install a package named `exllamav2`."""
+"""Detect the original exllamav2 next to exl-compat: both install a package named `exllamav2`."""
 
 from __future__ import annotations
 

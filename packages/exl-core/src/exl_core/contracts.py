@@ -120,7 +120,7 @@ class Cache(PagedCache, Protocol):
     current_seq_len: int
     """Tokens of the longest sequence, in contiguous use; the last pass sets it."""
     rope_offsets: RopeOffsets
-    """Offsets of RoPE behind stored images, in contiguous use."""
+    """RoPE offsets after stored images, in contiguous use."""
 
     @property
     def batch_size(self) -> int:

@@ -23,8 +23,8 @@ def available_cores() -> int:
 def yield_cores(niceness: int = NICENESS) -> None:
     """Raise the niceness of this process, and that of its session if it leads one. A no-op where neither is possible.
 
-    Where Linux schedules by sessions (`sched_autogroup_enabled`), the niceness of a process counts only beside others
-    of its session, and the session's counts beside other sessions. A new session starts at 0, whatever that of its
+    Where Linux schedules by sessions (`sched_autogroup_enabled`), the niceness of a process counts only against others
+    of its session, and the session's niceness against other sessions. A new session starts at 0, whatever that of its
     parent, so the niceness of the parent's session is added.
     """
     with contextlib.suppress(AttributeError, OSError):  # AttributeError: Windows

@@ -155,7 +155,7 @@ class FilterStack:
         if self._unrestricted:
             return None
         if not self._mask.item(self._hint) and self._empty():
-            # A copy beside the mask, so that the state of the stack stays dead.
+            # A copy apart from the mask, so that the state of the stack stays dead.
             return self._dead_end_offer()
         return self._mask
 

@@ -93,7 +93,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         if kind == "directive":
             word = found[0]
             if word in ("%json", "%regex", "%lark"):
-                at = _behind_braces(text, at)
+                at = _after_braces(text, at)
                 yield "text", word
             else:
                 end = text.find("\n", at)
@@ -109,7 +109,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
             yield kind, found[0]
 
 
-def _behind_braces(text: str, at: int) -> int:
+def _after_braces(text: str, at: int) -> int:
     """Return the position after the JSON object that follows."""
     start = re.compile(r"[ \t\r\n]*").match(text, at)
     assert start is not None

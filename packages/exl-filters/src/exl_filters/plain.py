@@ -30,7 +30,7 @@ SINGLE = frozenset(
         "exclusiveMaximum", "multipleOf", "minProperties", "$defs", "definitions",
     }
 )  # fmt: skip
-# Keywords that refer to other schemas: plain where no other keyword is beside them.
+# Keywords that refer to other schemas: plain where no other keyword is next to them.
 JOINING = frozenset({"$ref", "anyOf"})
 
 

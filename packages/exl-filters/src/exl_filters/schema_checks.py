@@ -87,8 +87,8 @@ def allowed_escapes(schema: Any) -> str:
         for keyword in ("const", "enum"):
             if keyword in sub and _needs_u(sub[keyword]):
                 raise FilterCompileError(
-                    rf"{at}/{keyword}: {sub[keyword]!r:.60} has control characters, written \u00XX; beside properties "
-                    "that escape is disabled, because names could be written with it; leave these characters out"
+                    rf"{at}/{keyword}: {sub[keyword]!r:.60} has control characters, written \u00XX; a schema with "
+                    "properties disables that escape, which could spell names; leave these characters out"
                 )
     return ESCAPES
 
@@ -192,7 +192,7 @@ def _check_next(at: str, keyword: str, value: float, others: list[float], end: f
     if place < len(others) and others[place] < end:
         other = others[place] if keyword == "exclusiveMinimum" else -others[place]
         raise FilterCompileError(
-            f"{at}: {keyword} {value} beside the bound {other} cannot be enforced ({value} itself would be let "
+            f"{at}: {keyword} {value} next to the bound {other} cannot be enforced ({value} itself would be let "
             f"through); give {'min' if keyword == 'exclusiveMinimum' else 'max'}imum with the nearest number wanted"
         )
 

@@ -52,7 +52,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
     """A native filter defined by four pure functions of an immutable state.
 
     Subclasses implement `_start(prefix)`; `_choice(state)`, None for no opinion; `_advance(state, token)` for an
-    allowed token; and `_whole(state)`: whether the text so far is a complete sentence. The stop ids are offered beside
+    allowed token; and `_whole(state)`: whether the text so far is a complete sentence. The stop ids are offered with
     the choice where the text is complete, and nowhere else. After an end token or a stop token the filter is done: it
     offers the stop ids and ignores further tokens.
 

@@ -164,7 +164,7 @@ class LengthFilter(StateFilter[_Amount]):
     """Require at least `min_tokens` and `min_chars`, at most `max_tokens` and `max_chars` before the stop token.
 
     There is no opinion where no limit is near. A healing prefix does not count, nor do tokens that end inside it.
-    Characters are code points of the UTF-8 text; a stray continuation byte does not count. Beside a grammar that is not
+    Characters are code points of the UTF-8 text; a stray continuation byte does not count. With a grammar that is not
     complete at the limit, the result is a dead end, reported as such: the text is cut, not changed.
 
     Args:

@@ -47,7 +47,7 @@ CANNOT_START = (
     "no process for trying the grammar can be started (budget=CompileBudget(trust=True) compiles it in this one, "
     "which no limit bounds)"
 )
-# `<` and `[` as JSON may write them. Behind an escaped backslash they are text, where a match does no harm.
+# `<` and `[` as JSON may write them. After an escaped backslash they are text, where a match does no harm.
 _ESCAPED = re.compile(r"\\u00(3c|5b)", re.IGNORECASE)
 REINSTALL = "install exl-filters and {library} again, and restart this program"
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)

@@ -57,7 +57,7 @@ class _Tables:
         spelled = [i for i, raw in enumerate(tokens) if surrogate.search(raw)]
         continued = [i for i, raw in enumerate(tokens) if raw[:1] >= b"\xa0" and raw[:1] <= b"\xbf"]
         self.keep = ~bits.from_ids(spelled, vocabulary.size)
-        self.keep_behind_ed = self.keep & ~bits.from_ids(continued, vocabulary.size)
+        self.keep_after_ed = self.keep & ~bits.from_ids(continued, vocabulary.size)
 
     def tokens(self) -> list[bytes]:
         """Return the bytes of every id, and one more id for xgrammar's stop token."""
@@ -72,8 +72,8 @@ class _Tables:
 
     def kept(self, before: list[int]) -> Words:
         """Return the ids that spell no surrogate after these tokens."""
-        behind = bool(before) and self.vocabulary.bytes_of(before[-1]).endswith(b"\xed")
-        return self.keep_behind_ed if behind else self.keep
+        follows = bool(before) and self.vocabulary.bytes_of(before[-1]).endswith(b"\xed")
+        return self.keep_after_ed if follows else self.keep
 
 
 class XgrammarMatcher:
@@ -218,14 +218,14 @@ def refuse_unenforced(schema: Any) -> None:
 
 
 def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
-    """Reject keywords that xgrammar enforces alone and drops beside others, and missing types."""
+    """Reject keywords that xgrammar enforces alone and drops next to others, and missing types."""
     exclusive = sub.keys() & {"enum", "const", "anyOf"}
     if exclusive and sub.keys() - ANNOTATIONS - exclusive - {"type"}:
-        raise FilterCompileError(f"xgrammar back end: {at} has {sorted(exclusive)} beside other keywords")
+        raise FilterCompileError(f"xgrammar back end: {at} has {sorted(exclusive)} with other keywords")
     if len(exclusive) > 1 or ("anyOf" in exclusive and "type" in sub):
         raise FilterCompileError(f"xgrammar back end: {at} has {sorted(sub.keys() & ENFORCED)}, of which it takes one")
     if "type" in sub and exclusive:
-        raise FilterCompileError(f"xgrammar back end: {at} has a type beside {sorted(exclusive)}; leave it out")
+        raise FilterCompileError(f"xgrammar back end: {at} has a type with {sorted(exclusive)}; leave it out")
     if not exclusive and not isinstance(sub.get("type"), str) and sub.keys() - ANNOTATIONS:
         raise FilterCompileError(f"xgrammar back end: {at} must have one type")
     if isinstance(sub.get("items"), list):

@@ -137,7 +137,7 @@ class PrelaunchableStep(Protocol):
         """Return the memory for the sampler's tokens, one for each sequence; None if the step cannot run."""
 
     def launch(self) -> torch.Tensor:
-        """Queue the step behind the work that fills in `inputs`; returns logits [B, q, Vp] in the model's memory."""
+        """Queue the step after the work that fills in `inputs`; returns logits [B, q, Vp] in the model's memory."""
 
     def run(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Queue the step for int64 `ids` [B, q]; returns its logits, or None, with nothing queued, if it cannot run."""
@@ -168,7 +168,7 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
 
     @property
     def content_digest(self) -> bytes:
-        """Bytes that identify everything that decides K/V beside tokens, adapters, cache format and device.
+        """Bytes that identify everything that decides K/V apart from tokens, adapters, cache format and device.
 
         No model that computes other K/V has the same bytes, in any process. They change when a caller replaces a
         module.

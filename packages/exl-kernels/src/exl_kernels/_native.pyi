@@ -1153,7 +1153,7 @@ class Launch:
 @final
 class LoraRows:
     """
-    The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and behind it take them.
+    The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and after it take them.
     """
     def __new__(cls, /, table: Tensor, *, slots: Tensor | None, middle: Tensor) -> LoraRows:
         """

@@ -202,7 +202,7 @@ class PeerResults:
 
     Stores either mark that they are done and wait for the marks of the others: all devices then call `begin_step`, make
     an even number of stores, and have all work of a step queued without a wait of the host. Or the caller orders all
-    devices behind each store, by events for example. On the CPU there is nothing to order.
+    devices after each store, by events for example. On the CPU there is nothing to order.
 
     Args:
         devices: two to eight, all GPUs that can access the memory of the others, or all the CPU. A GPU may be named

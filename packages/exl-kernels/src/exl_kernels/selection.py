@@ -507,7 +507,7 @@ def norm_kernel(
 
 
 def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> Selection:
-    """Return the kernels of `linear.lora` before and behind a matmul that does not add adapters itself, in their order.
+    """Return the kernels of `linear.lora` before and after a matmul that does not add adapters itself, in their order.
 
     Args:
         rows: number of rows.

@@ -338,7 +338,7 @@ mod tests {
                 buffer.fill(1);
             }
         }
-        // 16 rounds touched 14 MiB each; other tests of this process run beside this one.
+        // 16 rounds touched 14 MiB each; other tests of this process run at the same time.
         assert!(resident().saturating_sub(before) < 100 << 20);
     }
 }

@@ -23,7 +23,7 @@ pub(crate) const MAX_LANES: usize = 16;
 /// A vector of f32. Minimum and maximum return the second operand if either is NaN, as the x86 instructions do.
 pub(crate) trait Lanes: Copy {
     const LANES: usize;
-    /// Vectors of accumulators that a matrix kernel keeps in registers beside four rows.
+    /// Vectors of accumulators that a matrix kernel keeps in registers in addition to four rows.
     const COLUMNS: usize;
 
     fn splat(x: f32) -> Self;

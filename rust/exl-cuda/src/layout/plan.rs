@@ -204,9 +204,9 @@ fn make_pairs(widths: &mut [Width]) {
             continue;
         }
         let bits = widths[i].bits;
-        let (before, behind) = widths.split_at_mut(i + 1);
+        let (before, after) = widths.split_at_mut(i + 1);
         let others = &mut before[i].others;
-        let narrower = behind
+        let narrower = after
             .iter_mut()
             .find(|width| width.bits < bits && !width.others.is_empty());
         let second = match narrower {

@@ -188,7 +188,7 @@ impl Warp {
                 .find(|&&state| state != KNOWN)
             {
                 let why = if *state == UNFENCED {
-                    "was written without a `fence.proxy.async` behind it"
+                    "was written without a `fence.proxy.async` after it"
                 } else {
                     "was not written"
                 };

@@ -106,7 +106,7 @@ struct Instance<'a> {
     first_register: usize,
     symbols: HashMap<String, Place>,
     prefix: usize,
-    /// The label behind a call; `None` in an entry.
+    /// The label after a call; `None` in an entry.
     end: Option<String>,
     tables: HashMap<String, usize>,
     depth: usize,

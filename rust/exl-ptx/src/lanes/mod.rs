@@ -134,7 +134,7 @@ fn saturate(value: f32) -> f32 {
     }
 }
 
-/// Suffixes of an instruction behind its name.
+/// Suffixes of an instruction after its name.
 #[derive(Clone, Copy)]
 pub struct Suffixes<'a>(pub &'a [&'a str]);
 

@@ -277,7 +277,7 @@ fn variables(tokens: &mut Tokens) -> Result<Vec<Variable>, String> {
     Ok(list)
 }
 
-/// A function behind `.entry` or `.func`; `None` for a declaration without a body.
+/// A function after `.entry` or `.func`; `None` for a declaration without a body.
 fn function(tokens: &mut Tokens, is_entry: bool) -> Result<Option<Function>, String> {
     let mut made = Function {
         is_entry,

@@ -201,7 +201,7 @@ impl Warp {
         let range = start..start + CHUNK;
         if block.known[range.clone()].contains(&UNFENCED) {
             return Err(format!(
-                "a matrix instruction reads offset {start} of shared memory, which was written without a `fence.proxy.async` behind it"
+                "a matrix instruction reads offset {start} of shared memory, which was written without a `fence.proxy.async` after it"
             ));
         }
         let (warp, group) = (self.number, self.product_group);

@@ -115,7 +115,7 @@ impl Entries {
     }
 }
 
-/// The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and behind it take them.
+/// The adapters of the rows of a pass, for the matrices of one joined matmul, as launches before and after it take them.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct LoraRows {

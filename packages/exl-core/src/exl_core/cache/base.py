@@ -1,4 +1,4 @@
-"""The base of all caches: allocation beside the model's layers, page views, copying and accounting."""
+"""The base of all caches: allocation on the devices of the model's layers, page views, copying and accounting."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ExLlamaV2CacheBase:
     reads the same memory as pages. Tokens are stored one by one: appending never re-encodes stored tokens.
 
     Args:
-        model: the model. An eager cache needs a loaded model, because its tensors are beside the layers.
+        model: the model. An eager cache needs a loaded model, because its tensors are on the devices of the layers.
         batch_size: number of rows.
         max_seq_len: tokens of a row; -1 takes the model's `config.max_seq_len`.
         copy_from: a cache of the same format and shape whose content is cloned.
         lazy: allocate nothing until `update_cache_tensors`, which `load_autosplit` calls.
         num_key_value_heads: heads to store; default all of the model.
-        fixed_device: device of all layers; default beside each layer.
+        fixed_device: device of all layers; default: the device of each model layer.
 
     Raises:
         ModelStateError: the model is not loaded and `lazy` is False.

@@ -64,7 +64,7 @@ def _check_flat(config: ExLlamaV2Config, block: JsonReader) -> None:
     inner = [str(key) for key, value in block.data.items() if isinstance(value, dict)]
     if inner:
         raise ConfigError(
-            f"{block.file}: {', '.join(inner)} beside other keys; expected blocks of {types} only, or none"
+            f"{block.file}: {', '.join(inner)} together with other keys; expected blocks of {types} only, or none"
         )
     if config.rotary_embedding_base_alt is not None:
         raise ConfigError(f"{block.file}: {config.arch.name} has two rotations: give a block for each of {types}")

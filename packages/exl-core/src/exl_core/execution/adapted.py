@@ -1,8 +1,9 @@
 """The adapters of a step's rows for the matrices of one joined matmul.
 
 The matmul of one or two rows adds them itself. Otherwise a launch before the matmul multiplies its input by the
-adapters' A, and norms and packs the input where that is needed, and a launch behind it multiplies that by B and adds it
-to the results, then the residual or the gate. Bitwise identical to `Linear.forward` and the operators that follow it.
+adapters' A, and norms and packs the input where that is needed, and a launch after it multiplies that product by B and
+adds it to the results, then adds the residual or applies the gate. Results are bitwise identical to `Linear.forward`
+and the operators that follow it.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def check_context(cache: object, input_mask: object, position_offsets: object, a
 def checked_key_mask(mask: Tensor, batch: int, past: int, total: int) -> Tensor:
     """Return `input_mask` as float32 [batch, total]: one value for each of the first `total` keys.
 
-    Behind `past` stored tokens the mask may be that of a prompt: keys behind its last column are attended to.
+    After `past` stored tokens the mask may be that of a prompt: keys after its last column are attended to.
 
     Raises InputError for a wrong shape, for NaN and, with no stored tokens, for fewer than `total` keys.
     """

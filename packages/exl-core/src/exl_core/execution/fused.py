@@ -10,7 +10,7 @@ where both can, and the head's matmul includes the last norm. For more rows, and
 packs the input of a matmul. Captured steps of still more rows run their matmuls in the blocks of their plans: results
 stay batch-invariant. Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that
 pack inputs. The matmul of one or two rows adds adapters itself where it can. Otherwise they take two launches more for
-each matmul that they change: one before it, which also norms the input, and one behind it, which also adds the residual
+each matmul that they change: one before it, which also norms the input, and one after it, which also adds the residual
 or applies the gate. In prompts of more rows than are batch-invariant (`packed_rows`) torch multiplies dequantized
 matrices, and adds the residual.
 """

@@ -55,11 +55,11 @@ class LastLaunch(Enum):
     PACKING_POST_NORM = auto()
     """The launch of POST_NORM, which also packs the input of the next half."""
     POST_NORM = auto()
-    """A launch that applies the post norm, if there is one, before the sum, and the next half's norm behind it."""
+    """A launch that applies the post norm, if there is one, before the sum, and the next half's norm after it."""
     SUM_AND_NORM = auto()
-    """A launch of the sum and the next half's norm, behind that of the post norm if there is one."""
+    """A launch of the sum and the next half's norm, after that of the post norm if there is one."""
     SUM = auto()
-    """A launch of torch, behind that of the post norm if there is one."""
+    """A launch of torch, after that of the post norm if there is one."""
 
 
 POST_NORMS = (LastLaunch.PACKING_POST_NORM, LastLaunch.POST_NORM)

@@ -118,7 +118,7 @@ class NormLaunches:
         yield from (self._norm(norm, floats=False) for norm in (a.q_norm, a.k_norm) if norm is not None)
 
     def _end(self, plan: HalfPlan[ShapedMatmul], following: Prologue[ShapedMatmul], joins: bool) -> Iterator[Selection]:
-        """Yield the launches that norm behind the last matmul of a half."""
+        """Yield the launches that norm after the last matmul of a half."""
         launch = plan.last_launch(self._rows, following, joined=joins, invariant=self._invariant)
         about, norm = plan.about, following.norm
         self._normed = plan.norms_next(self._rows, following, joined=joins, invariant=self._invariant)

@@ -28,7 +28,7 @@ def next_prologues(
     Args:
         plans: of consecutive halves; None for one that runs its module's own pass.
         joins: whether the launches of each are joined.
-        last: the last norm, behind the last half, or None.
+        last: the last norm, after the last half, or None.
         head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
         rows: rows of the pass.
         packs: whether launches may pack the input of the next half.

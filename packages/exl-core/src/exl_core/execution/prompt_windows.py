@@ -27,7 +27,7 @@ class PromptWindows:
     """The tokens of a pass in windows, sequence by sequence."""
 
     ids: Tensor
-    """int64 [windows, length]; 0 behind the end of a sequence."""
+    """int64 [windows, length]; 0 after the end of a sequence."""
     params: PagedParams
     """One row for each window."""
     counts: list[int]

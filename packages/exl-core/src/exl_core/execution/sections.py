@@ -92,7 +92,7 @@ class DeviceCopy:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def queue(self) -> None:
-        """Queue the copy behind the current work of both devices' streams."""
+        """Queue the copy after the current work of both devices' streams."""
         if self._through is None:
             queue_copy(self._source, self._target)
             return
@@ -108,7 +108,7 @@ def queue_copy(source: Tensor, target: Tensor) -> None:
 
 
 class SectionGraphs:
-    """The graphs of a captured step in the order of the layers, each behind the copies that it needs.
+    """The graphs of a captured step in the order of the layers, each after the copies that it needs.
 
     It takes the place of the one graph of a step on one device.
     """

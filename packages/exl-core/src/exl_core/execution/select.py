@@ -32,7 +32,7 @@ Inside of one, other code chooses launches:
 - `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
   captured step when it is recorded, and always for the whole half. A half whose description has no joined launches runs
   its module's own pass.
-- `lora/adding.py` names the ways in which adapters are added behind a matmul.
+- `lora/adding.py` names the ways in which adapters are added after a matmul.
 - Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
 - `own_pass.py` chooses at load whether a half that runs as its module is one native call of the CPU, and whether the
   experts of a mixture share calls. `experts_pass.py` asks at each pass whether they do for its rows and adapters.

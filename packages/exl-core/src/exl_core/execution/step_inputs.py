@@ -166,7 +166,7 @@ class StagedTensors(StepTensors):
         return None if stage is None else (stage.pinned, self.buffer)
 
     def _pad(self, stage: StepStage, counts: Sequence[int]) -> None:
-        """Turn the tokens of each row behind its first `counts` into padding."""
+        """Turn the tokens of each row after its first `counts` into padding."""
         q_len, slots, positions = self.bucket.q_len, stage.fields.slots, stage.fields.positions
         for row, count in enumerate(counts):
             if count < q_len:

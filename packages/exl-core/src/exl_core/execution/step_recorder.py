@@ -149,7 +149,7 @@ class StepRecorder:
         for shard in reversed(range(len(shards))):
             device = context.device(shard)
             own = StepTensors(bucket, device) if shard else inputs
-            # The home device's graph is queued last: it ends, and lets a copy behind it begin, only after the others.
+            # The home device's graph is queued last: it ends, and lets a later copy begin, only after the others.
             copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
             step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
             body = shards[shard].body(own.ids, step, partial(exchanges, buffers, shard))

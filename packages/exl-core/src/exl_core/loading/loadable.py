@@ -126,7 +126,7 @@ class LoadableModel:
         callback_gen: CallbackGen | None = None,
         progress: bool = False,
     ) -> None:
-        """Load all weights and create the tensors of the lazy `cache` beside them, filling the devices in order.
+        """Load all weights and create the tensors of the lazy `cache` with them, filling the devices in order.
 
         The plan (`exl_core.loading.plan`) is made before anything is read. It counts weights, cache, working memory of
         a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits their

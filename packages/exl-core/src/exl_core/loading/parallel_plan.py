@@ -219,14 +219,14 @@ class _Planner:
         if any(d.budget is None for d in plans) or not sum(room):
             room = [1.0] * len(plans)
         wanted = [part / sum(room) for part in room]
-        beside = 0 if self.split else cached
+        unsplit = 0 if self.split else cached
         rest = sum(self.by_features.values()) + sum(self.by_mlp.values()) + sum(self.experts.values())
         count = self.config.num_key_value_heads
         heads = [0.0] * len(plans)
         for shard, begin, end in Shares(tuple(wanted), tuple(wanted)).kv_heads(count):
             heads[shard] = (end - begin) / count
-        total = self.by_heads + beside + rest
-        left = [max(wanted[i] * total - heads[i] * (self.by_heads + beside), 0.0) for i in range(len(plans))]
+        total = self.by_heads + unsplit + rest
+        left = [max(wanted[i] * total - heads[i] * (self.by_heads + unsplit), 0.0) for i in range(len(plans))]
         others = tuple(part / sum(left) for part in left) if sum(left) else tuple(wanted)
         shares = Shares(tuple(wanted), others, self.sums)
         for i, d in enumerate(plans):

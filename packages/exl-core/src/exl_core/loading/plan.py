@@ -170,9 +170,9 @@ def plan(
     size = None if cache is None else CacheSize(cache, config.max_seq_len if cache_tokens is None else cache_tokens)
     places = list(devices() if on is None else on)
     extra = _lora_bytes(loras, places)
-    beside = 0 if draft is None else _draft_bytes(draft, places[0], size, draft_cache_tokens, last_id_only)
+    draft_bytes = 0 if draft is None else _draft_bytes(draft, places[0], size, draft_cache_tokens, last_id_only)
     return plan_modules(
-        config, build_modules(config), places, size, gpu_split, reserve, last_id_only, loras=extra, draft=beside
+        config, build_modules(config), places, size, gpu_split, reserve, last_id_only, loras=extra, draft=draft_bytes
     )
 
 

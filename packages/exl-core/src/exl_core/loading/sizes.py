@@ -39,7 +39,7 @@ REPACKED = {"cpu": 1.008, "cuda": 1.031}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A cache beside the layers: `tokens` over all rows."""
+    """A cache on the devices of the layers: `tokens` over all rows."""
 
     kind: KVKind
     tokens: int
@@ -51,7 +51,7 @@ class ModuleSize:
 
     key: str
     weights: int
-    layers: tuple[int, ...]  # layers whose keys and values are beside it
+    layers: tuple[int, ...]  # layers whose keys and values are on its device
     scratch: int
 
 
@@ -166,7 +166,7 @@ def _loose_tensors(modules: Sequence[Module], checkpoint: Checkpoint, claimed: s
 
 
 def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> int:
-    """Return the working memory of a pass beside the hidden state at the module's widest moment."""
+    """Return the working memory of a pass at the module's widest moment, without the hidden state."""
     linears = list(module.submodules())
     if not linears:
         return 0
@@ -187,7 +187,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     dequantized = 0
     if kind == "cuda" and rows > PACKED_ROWS:
         dequantized = 2 * max(linear.in_features * linear.out_features for linear in linears)
-    if kind == "cuda":  # results of float matrices that are added or scaled are float32, beside their half source
+    if kind == "cuda":  # added or scaled results of float matrices are float32; their half source stays
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
         dequantized += 6 * busy * max(finished, default=0)
     if isinstance(module, MoE) and kind == "cuda":

@@ -1,4 +1,4 @@
-"""ExLlamaV2Lora: an adapter in memory, beside the matrices that it changes."""
+"""ExLlamaV2Lora: an adapter in memory, on the devices of the matrices that it changes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ExLlamaV2Lora:
         lora_scaling: float = 1.0,
     ) -> None:
         if not model.loaded:
-            raise ModelStateError("load the model before its adapters: their tensors live beside its matrices")
+            raise ModelStateError("load the model before its adapters: their tensors go to the devices of its matrices")
         if (
             isinstance(lora_scaling, bool)
             or not isinstance(lora_scaling, (int, float))

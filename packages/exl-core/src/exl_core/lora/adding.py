@@ -3,9 +3,9 @@
 | way | launches | for |
 |---|---|---|
 | matmul | none: it adds them itself (`LoraGroup.multiply`) | one or two rows of captured steps; `LoraGroup.fits` |
-| group | one before each joined matmul and one behind it (`LoraGroup`) | captured steps; `refusal_of_group` |
-| table | one call behind each matmul, for all rows (`LoraTable`) | other rows on a GPU that `LoraTable.takes` |
-| torch | two matmuls behind each matmul, for the rows of each pair (`LoraPair.forward`) | everything else |
+| group | one before each joined matmul and one after it (`LoraGroup`) | captured steps; `refusal_of_group` |
+| table | one call after each matmul, for all rows (`LoraTable`) | other rows on a GPU that `LoraTable.takes` |
+| torch | two matmuls after each matmul, for the rows of each pair (`LoraPair.forward`) | everything else |
 
 The first way that applies adds, matrix by matrix. A step with adapters is captured only where kernels add all of them
 (`refusal_of_capture`): torch's way decides on the host which rows a pair has. All but torch's are bitwise

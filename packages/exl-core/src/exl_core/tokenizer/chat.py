@@ -11,7 +11,7 @@ from ..json_reader import read_json_file, regular_size
 
 __all__ = [
     "ChatTemplates",
-    "cut_behind_mark",
+    "cut_after_mark",
     "mark_final_message",
     "prepare_messages",
     "refuse_keywords",
@@ -139,7 +139,7 @@ def _mark(value: Any) -> tuple[str | None, Any]:
     return None, value
 
 
-def cut_behind_mark(prompt: str, text: str) -> str:
+def cut_after_mark(prompt: str, text: str) -> str:
     """Return `prompt` up to the end of the message to continue. Raises ChatTemplateError if the message is missing."""
     end = prompt.rfind(MARK.rstrip())
     if end < 0 or text.strip() not in prompt:

@@ -36,7 +36,7 @@ Hide = Callable[[str], str]
 
 class Spellings:
     """The spellings of special tokens in a text: whole ones, and one begun at its end, which a text that a template
-    writes directly behind it could complete.
+    writes directly after it could complete.
     """
 
     def __init__(self, spellings: Sequence[str]) -> None:

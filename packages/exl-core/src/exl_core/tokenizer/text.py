@@ -13,7 +13,7 @@ from ..json_reader import JsonReader, read_json_file
 from .backend import TokenizerBackend
 from .chat import (
     ChatTemplates,
-    cut_behind_mark,
+    cut_after_mark,
     mark_final_message,
     prepare_messages,
     refuse_keywords,
@@ -284,7 +284,7 @@ class TextTokenizer:
             return self.chat_templates.render(source, said, values)
         field = continue_final_message if isinstance(continue_final_message, str) else "content"
         said, text = mark_final_message(said, field)
-        return cut_behind_mark(self.chat_templates.render(source, said, values), text)
+        return cut_after_mark(self.chat_templates.render(source, said, values), text)
 
     # ------------------------------------------------------------------------------------------------------- internals
 

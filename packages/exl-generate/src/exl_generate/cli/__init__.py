@@ -39,7 +39,7 @@ def _run(at_end: Callable[[], object]) -> None:
                 at_end()
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # behind the terminal's ^C
+            print(file=sys.stderr)  # after the terminal's ^C
         sys.exit(130)
     except BrokenPipeError:
         _reader_gone()

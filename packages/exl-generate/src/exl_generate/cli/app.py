@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the modules beside this one, imported when a command runs."""
+"""The commands and their options. Sibling modules implement them and are imported when a command runs."""
 
 from __future__ import annotations
 

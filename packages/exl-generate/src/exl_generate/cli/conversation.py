@@ -166,19 +166,19 @@ class Conversation:
         text = json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n"
         file = Path(os.path.realpath(file))
         kept = file.exists() and not (file.is_file() and os.access(file, os.W_OK))
-        if kept or not os.access(file.parent, os.W_OK):  # a pipe, a file that is not to be written; no room beside it
+        if kept or not os.access(file.parent, os.W_OK):  # a pipe, a read-only file or folder
             file.write_text(text, encoding="utf-8")
             return
-        beside = file.with_name(f".{file.name[:50]}.{os.getpid()}.new")
+        new = file.with_name(f".{file.name[:50]}.{os.getpid()}.new")
         try:
-            beside.unlink(missing_ok=True)
-            beside.touch(exist_ok=False)  # a file of our own, not where somebody's link leads
-            beside.write_text(text, encoding="utf-8")
+            new.unlink(missing_ok=True)
+            new.touch(exist_ok=False)  # a file of our own, not where somebody's link leads
+            new.write_text(text, encoding="utf-8")
             if file.exists():
-                shutil.copymode(file, beside)
-            beside.replace(file)
+                shutil.copymode(file, new)
+            new.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
 
     def keep(self, file: Path) -> bool:
         """`save`, where a failure is reported and remembered in `unsaved` and does not end the talk."""

@@ -117,7 +117,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
 
 
 def _new_tokens(options: Options, longest: int, limit: int) -> int:
-    """Tokens to generate behind a prompt of `longest` tokens. Raises where the limit of the model leaves too few."""
+    """Tokens to generate after a prompt of `longest` tokens. Raises where the limit of the model leaves too few."""
     room = limit - longest
     if room < 1:
         raise RequestError(f"the prompt has {longest} tokens, the model's limit is {limit}")

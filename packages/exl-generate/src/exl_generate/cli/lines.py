@@ -179,13 +179,13 @@ def _shorten(file: Path, content: bytes) -> None:
     entries = content.split(ENTRY)[1:]
     if len(entries) <= HISTORY_LIMIT:
         return
-    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    partial = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
             new.writelines(ENTRY + entry for entry in entries[-HISTORY_LIMIT:])
-        beside.replace(file)
+        partial.replace(file)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _bindings() -> KeyBindings:

@@ -43,7 +43,7 @@ CACHES: dict[str, Any] = {
 @dataclass
 class Loaded:
     """A model whose files are read but for the weights: those are loaded with the first generator, when the length of
-    the cache that has to fit beside them is known. `tp`: shard every matrix over all devices."""
+    the cache that has to fit in memory with them is known. `tp`: shard every matrix over all devices."""
 
     config: ExLlamaV2Config
     model: ExLlamaV2

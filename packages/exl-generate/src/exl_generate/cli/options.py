@@ -32,7 +32,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "min_temp": (("--min-temp",), float, "Dynamic temperature: lowest."),
     "max_temp": (("--max-temp",), float, "Dynamic temperature: highest; active above --min-temp."),
     "temp_exponent": (("--temp-exponent",), float, "Dynamic temperature: exponent of the entropy's share."),
-    "temperature_last": (("--temperature-last/--temperature-first",), bool, "Temperature behind the cuts."),
+    "temperature_last": (("--temperature-last/--temperature-first",), bool, "Temperature after the cuts."),
     "skew": (("--skew",), float, "Leans the draw to less probable tokens."),
     "mirostat": (("--mirostat/--no-mirostat",), bool, "Mirostat 2."),
     "mirostat_tau": (("--mirostat-tau",), float, "Surprise to aim at, in bits."),

@@ -96,7 +96,7 @@ def change_setting(settings: Settings, name: str, text: str) -> Settings:
 
 
 def idle_reason(settings: Settings, name: str) -> str | None:
-    """Why a setting does nothing beside the others; None: it does something."""
+    """Why a setting does nothing given the others; None: it does something."""
     if name in _DRAW - {"top_k"} and (settings.top_k == 1 or (name != "temperature" and settings.temperature == 0)):
         return f"{name} does nothing while {'top_k is 1' if settings.top_k == 1 else 'temperature is 0'}"
     try:

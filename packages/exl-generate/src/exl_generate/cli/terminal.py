@@ -87,7 +87,7 @@ class Wrapper:
         return shown + "\n"
 
     def _emit(self) -> str:
-        """The pending word, behind its spaces or on a new line."""
+        """The pending word, after its spaces or on a new line."""
         if not self._word:
             return ""
         spaces, word, self._spaces, self._word = self._spaces, self._word, "", ""
@@ -137,7 +137,7 @@ class Screen:
         self._put(text if self._wrapper is None else self._wrapper.feed(text))
 
     def end(self, note: str = "") -> None:
-        """End the answer's line, with a note behind it."""
+        """End the answer's line with a note."""
         self._put((note if self._wrapper is None else self._wrapper.feed(note) + self._wrapper.flush()) + "\n")
         self._wrapper = None
 

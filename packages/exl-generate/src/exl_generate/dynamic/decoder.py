@@ -121,7 +121,7 @@ class Decoder:
         )
 
     def draws(self, windows: list[Window], at: int, sequence: Sequence, guesses: list[int]) -> list[Draw]:
-        """Return the sampler's inputs for position `at` and those behind it, as far as they are known beforehand.
+        """Return the sampler's inputs for position `at` and the later ones that are known beforehand.
 
         Position `at` + i has the input of the case that the first i of `guesses` hold; its sample is of no use
         otherwise. Filters, hooks and mirostat need the tokens before, so only position `at` is drawn with them.

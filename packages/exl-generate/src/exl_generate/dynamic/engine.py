@@ -31,7 +31,7 @@ __all__ = ["Engine"]
 
 
 def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[int]:
-    """Return the ids of a window behind its first one: the guesses, and the last token up to `length` ids in all."""
+    """Return the ids of a window after its first one: the guesses, then the last token up to `length` ids in all."""
     missing = length - 1 - len(guesses)
     return [*guesses, *[int(job.sequence.ids[-1])] * missing] if missing > 0 else guesses
 
@@ -63,7 +63,7 @@ class JobStep:
         return True
 
     def draws(self, ahead: bool) -> list[Draw]:
-        """Return the sampler's inputs for the next position of the windows and, with `ahead`, for those behind it that
+        """Return the sampler's inputs for the next position of the windows and, with `ahead`, for later ones that
         need no earlier token. Empty if the job fails, for example in a filter.
         """
         try:
@@ -115,7 +115,7 @@ class JobStep:
 
     @property
     def positions(self) -> int:
-        """Positions that may be drawn: one for each draft token that is not decided, and one behind them."""
+        """Positions that may be drawn: one for each draft token that is not decided, and one after them."""
         return 1 + len(self.guesses) - self.taken
 
     def settle(self) -> None:
@@ -163,12 +163,12 @@ class Engine:
     On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`). Three
     places launch it, which differ in when its tokens are known, and to whom:
 
-    - `_sample`: right behind the sampling, whose kernel writes the tokens into the step's inputs on the GPU. The host
+    - `_sample`: right after the sampling, whose kernel writes the tokens into the step's inputs on the GPU. The host
       knows neither them nor whether a job ends.
     - `_prelaunch_known`: once the host has read the tokens, for a step without a captured graph, or with a row that the
       GPU did not sample after all. No step is launched for jobs that all end.
     - `_prelaunch_drafts`: once the host has read the tokens, since draft tokens follow them, but before the jobs accept
-      them and make text of them. It launches behind that where the samples alone do not tell what jobs accept.
+      them and make text of them. It launches after acceptance where the samples alone do not tell what jobs accept.
 
     Args:
         scheduler: Chooses the running jobs.

@@ -73,12 +73,12 @@ class ExLlamaV2DynamicJob:
         return_hidden_state: report the last hidden state that each token's logits come from.
         prompt_logprobs: compute log-probabilities of the (positive) prompt's tokens, with so many of the most probable
             tokens at each place (`prompt_scores`). The whole prompt is then computed: nothing of it is taken from the
-            cache. With `max_new_tokens` 0 the job ends behind the prompt. Not together with `embeddings` or
+            cache. With `max_new_tokens` 0 the job ends after the prompt. Not together with `embeddings` or
             `token_healing`.
         cache_salt: at most 256 bytes. Jobs with different salts share no cached pages, so that nobody learns from
             timing what another user has asked.
         resume_from: ids that an earlier run of the same request has handed out (`token_ids` of its results so far, a
-            healed token included; a list, or int64 [1, n]). The job continues behind them, with the tokens, text and
+            healed token included; a list, or int64 [1, n]). The job continues after them, with the tokens, text and
             probabilities that the earlier run would have continued with: limits, penalties, random numbers, stop
             strings and filters count them, and results do not repeat them. On a GPU the continuation is bitwise the
             same only where docs/reference/reproducibility.md guarantees it for the passes of both runs: the new job

@@ -21,7 +21,7 @@ __all__ = ["Match", "Record", "Released", "TextStream"]
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Scan:
-    """The state of the stream beside the held records. Restoring it undoes a token exactly; it is never changed in
+    """The state of the stream without the held records. Restoring it undoes a token exactly; it is never changed in
     place.
     """
 

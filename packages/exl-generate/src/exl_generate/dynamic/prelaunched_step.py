@@ -113,7 +113,7 @@ class PrelaunchedStep:
         return found._replace(ids=found.ids[: self._jobs])
 
     def launch(self) -> None:
-        """Queue the step behind the sampling of its tokens, which fills in `inputs`.
+        """Queue the step after the sampling of its tokens, which fills in `inputs`.
 
         A failure is not a job's failure yet: the step is computed again, and then raises it.
         """

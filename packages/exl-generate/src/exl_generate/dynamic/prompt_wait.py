@@ -54,7 +54,7 @@ class PromptWait:
     - when it has waited for `seconds`.
 
     These prompts never wait: one that has begun, one of a job that has run before, and one whose beginning is in the
-    cache, with at most `worth` tokens behind it. No prompt waits while no job decodes, or while one sequence waits for
+    cache, with at most `worth` tokens after it. No prompt waits while no job decodes, or while one sequence waits for
     every `CROWD` that decode: the places in the batch that stay idle then cost more than a pass.
 
     Waiting changes the order and the company in which prompts are computed, never how: `Runner.kind_of` keeps apart

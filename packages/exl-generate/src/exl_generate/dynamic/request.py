@@ -80,7 +80,7 @@ class Request:
     loras: tuple[RequestAdapter, ...] | None
     max_rq_tokens: int | None
     cache_salt: bytes
-    #: ids that an earlier run has handed out, behind which the job continues
+    #: ids that an earlier run has returned, after which the job continues
     resumed: tuple[int, ...]
     #: ids that an earlier run has handed out, which the job samples again
     rerun: tuple[int, ...]

@@ -32,7 +32,7 @@ EMBEDDING_INDEX = 1_000_000_000
 class Pictures:
     """Effects of images in the prompt besides their rows."""
 
-    #: (place, offset of positions from there on): behind images on three axes
+    #: (place, offset of positions from there on): after images on three axes
     offsets: tuple[tuple[int, int], ...] = ()
     #: (first, last + 1) of images whose rows see each other: no chunk of the prompt ends inside one
     whole: tuple[tuple[int, int], ...] = ()
@@ -312,7 +312,7 @@ class Sequence:
         size = self.page_size
         at = self.kv_position
         if end - at == 1 and (offset := at % size) and (page := self.allocated_pages[at // size]).label is None:
-            # One token behind others of its page, as in most steps: what `fill` does.
+            # One token after others of its page, as in most steps: what `fill` does.
             page.tokens[offset] = self._keys[at]
             if page.valid == offset:
                 page.valid = offset + 1

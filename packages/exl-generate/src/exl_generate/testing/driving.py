@@ -60,7 +60,7 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
             prefix = page.parent is not None
             _require((page.valid > 0) == prefix, page, "keeps content without a prefix, or a prefix only")
             _require(page.label is None or page.valid == table.page_size, page, "promises what nobody will compute")
-            _require(page.drafted <= page.valid, page, "claims draft K/V behind its content")
+            _require(page.drafted <= page.valid, page, "claims draft K/V after its content")
     free = sum(page.ref_count == 0 for page in table.pages)
     if free != table.unreferenced or not 0 <= table.reserved <= free:
         raise AssertionError(f"{free} free pages, {table.unreferenced} in eviction order, {table.reserved} reserved")

@@ -272,7 +272,7 @@ class FusedLinear(PlannedMatmul):
         if plan is None:
             raise UnsupportedError(
                 f"no launch of {m} rows of these matrices adds adapters: launch `LoraGroup.shrink` before the matmul "
-                "and `LoraGroup.expand` behind it"
+                "and `LoraGroup.expand` after it"
             )
         assert self._group is not None
         launch_matmul(self._group, plan, x, out, residual=residual, norm=self._norm, adapters=adapters)

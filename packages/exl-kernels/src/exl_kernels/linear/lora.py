@@ -1,7 +1,7 @@
 """Low-rank adapters on a GPU: y += (x A) B, where each row has a different adapter or none.
 
 `LoraTable` adds the adapters of one matrix. `LoraGroup` adds those of the matrices of one joined matmul, bitwise
-identically, with two launches for all of them: one before the matmul, which also norms the input, and one behind it,
+identically, with two launches for all of them: one before the matmul, which also norms the input, and one after it,
 which also adds the residual or applies the gate; or, for one or two rows, in the launch of the matmul
 (`LoraGroup.multiply`).
 """

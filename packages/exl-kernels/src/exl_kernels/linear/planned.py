@@ -27,7 +27,7 @@ class PlannedMatmul(ABC):
         device: the GPU; "meta" for shapes.
         is_quantized: all matrices are quantized, so that calls have plans.
         is_gated: the activation of the first of two matrices gates the second. Where launches of adapters surround the
-            matmul, the one behind it applies that gate; an activation of one matrix is a launch of its own.
+            matmul, the one after it applies that gate; an activation of one matrix is a launch of its own.
     """
 
     in_features: int

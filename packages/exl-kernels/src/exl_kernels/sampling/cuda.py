@@ -54,7 +54,7 @@ class _Place:
         self.under_way = False  # whether launches may read the buffers below
         self.uncollected: LaunchedGpuRows | None = None  # the launch whose answers are still in them
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._workspace: _native.SamplingWorkspace | None = None
         self.shaped = torch.empty(0, 0, device=device)
@@ -71,7 +71,7 @@ class _Place:
         copy = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._workspace = None
         self.staging, self.copy = staging, copy  # both, or none if the second allocation fails
-        self._beside.wait_stream(self.stream())  # earlier users of this memory
+        self._copy_stream.wait_stream(self.stream())  # earlier users of this memory
 
     def reserve(self, rows: int, width: int, tail_free: bool) -> None:
         """Make room for `rows` rows of `width` logits, any of them with a tail-free cut."""
@@ -107,24 +107,24 @@ class _Place:
             )
         return self._workspace
 
-    def launch(self, rows: Sequence[Row], into: TokenTarget | None = None, beside: bool = False) -> None:
+    def launch(self, rows: Sequence[Row], into: TokenTarget | None = None, separate_copy: bool = False) -> None:
         """Fill the staging memory, copy it and launch.
 
-        `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
-        whose preceding launches have all been waited for. Otherwise a capture may contain the launches, behind a call
-        of the same size, as in benchmarks.
+        `separate_copy`: copy on a separate stream while the current stream is still busy with earlier work. Only for
+        calls whose preceding launches have all been waited for. Otherwise a capture may contain the launches, after a
+        call of the same size, as in benchmarks.
         """
         tail_free = any(row.plan.native.tail_free for row in rows)
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows), tail_free)
         constants = [_constants(row.plan, self.device) for row in rows]
         stream = stream_of(rows[0].logits)
-        way = self._beside.cuda_stream if beside else stream
+        way = self._copy_stream.cuda_stream if separate_copy else stream
         staged = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
         while staged.bytes > self.staging.numel():
             self.grow(2 * staged.bytes)
             staged = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
-        if beside:
-            self._copied.record(self._beside)
+        if separate_copy:
+            self._copied.record(self._copy_stream)
             self.stream().wait_event(self._copied)
         _native.cuda_sample_launch(self.workspace(), staged, launch_of(stream), into)
 
@@ -195,7 +195,7 @@ def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedGpuR
         elif place.under_way:  # an interrupt or a failure came before the launches were complete
             torch.cuda.synchronize(place.device)
         place.under_way = True
-        place.launch(rows, into, beside=True)
+        place.launch(rows, into, separate_copy=True)
         place.sampled.record(place.stream())
         place.uncollected = LaunchedGpuRows(place, rows, into)
         return place.uncollected

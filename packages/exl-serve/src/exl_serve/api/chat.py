@@ -112,7 +112,7 @@ async def chat_completions(call: Call) -> None:
     logprobs = _logprobs(fields)
     scored = prompt_logprobs_of(call, fields)
     if images:
-        _check_fields_beside_images(fields)
+        _check_fields_with_images(fields)
     wanted = format_of(fields, limits)
     asked = Conversation(
         messages,
@@ -164,7 +164,7 @@ async def chat_completions(call: Call) -> None:
     )
 
 
-def _check_fields_beside_images(fields: Mapping[str, Any]) -> None:
+def _check_fields_with_images(fields: Mapping[str, Any]) -> None:
     """Raise ServeError 400 for a field that a conversation with images cannot have."""
     if "prompt_logprobs" in fields:
         raise ServeError.invalid("prompt_logprobs and images exclude each other: leave one out", "prompt_logprobs")

@@ -184,7 +184,7 @@ async def _own_markers(
 
 
 def _broken(value: Any, marks: Sequence[str]) -> Any:
-    """Return a JSON value whose texts have a sign inside each marker, and behind an end that may begin one."""
+    """Return a JSON value whose texts have a sign inside each marker, and after an end that may begin one."""
     if isinstance(value, str):
         for mark in marks:
             value = value.replace(mark, mark[0] + BREAK + mark[1:])

@@ -241,8 +241,8 @@ async def _beginning(
 ) -> tuple[list[AnswerEvent], list[dict[str, Any]]]:
     """Return the first chunks of an answer and their events, or none after `seconds`.
 
-    Events that make no chunk, as the end of the prompt, do not end the wait: the status can report an error behind
-    them.
+    Events that make no chunk, such as the end of the prompt, do not end the wait: the status can report an error that
+    follows them.
     """
     loop = asyncio.get_running_loop()
     events: list[AnswerEvent] = []

@@ -346,9 +346,9 @@ class _Guarded(HttpToolsProtocol):
         answered = not self._asked or self.cycle.response_complete
         if not self._reading:
             if answered:
-                self.transport.close()  # nothing was sent at all, or only an empty line behind an answer
+                self.transport.close()  # nothing was sent at all, or only an empty line after an answer
             return
-        if not answered:  # a pipelined message behind the answer may wait
+        if not answered:  # a pipelined message after the answer may wait
             self._arm(self.limits.header_seconds, self._header_deadline)
             return
         seconds = self.limits.header_seconds
@@ -388,7 +388,7 @@ class _Guarded(HttpToolsProtocol):
         """
         self._looking = None
         waits = self.transport.get_write_buffer_size()
-        answering = self._answering  # not `cycle`: behind the last answer it may be one that gets none
+        answering = self._answering  # not `cycle`: after the last answer it may be one that gets none
         if answering is not None and not answering.response_complete and not self.flow.write_paused:
             return  # the next answer has begun, and adds to what waits
         if waits and before - waits < READ_RATE * UNREAD_SECONDS:
@@ -407,7 +407,7 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        answering = self._answering  # not `cycle`, which may be a request behind it
+        answering = self._answering  # not `cycle`, which may be a later request
         answered = self._reading and self._in_body and self.cycle.response_complete  # before its body was complete
         if not answered and (answering is None or not answering.response_started or answering.response_complete):
             body = msgspec.json.encode(error.body())

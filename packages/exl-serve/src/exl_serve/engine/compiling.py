@@ -1,4 +1,4 @@
-"""Compile constraints and encode images beside the engine thread, which may take seconds."""
+"""Compile constraints and encode images, which may take seconds, outside the engine thread."""
 
 from __future__ import annotations
 

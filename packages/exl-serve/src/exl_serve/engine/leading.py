@@ -27,7 +27,7 @@ class LeadingFilter(ReplayedFilter):
 
     Args:
         calls: The grammar of a text that begins with the sign, spaces included; it is cloned.
-        marked: The filter for calls behind a marker; it is cloned.
+        marked: The filter for calls after a marker; it is cloned.
         sign: The character that opens a call.
         tokenizer: The model's tokenizer.
     """

@@ -21,7 +21,7 @@ _defined: WeakKeyDictionary[Vocabulary, Words] = WeakKeyDictionary()
 
 
 class AwaitedFilter(TriggeredFilter):
-    """Constrain the text behind a trigger that must come: before it, the text may not end.
+    """Constrain the text after a trigger that must come: before it, the text may not end.
 
     Its arguments are those of `TriggeredFilter`.
     """
@@ -76,7 +76,7 @@ class AwaitedFilter(TriggeredFilter):
 
 
 class OutsideFilter(TriggeredFilter):
-    """Constrain the text behind a trigger, which does not count in reasoning.
+    """Constrain the text after a trigger, which does not count in reasoning.
 
     Args:
         inner: As `TriggeredFilter` takes it.

@@ -74,7 +74,7 @@ def _rejection(data: bytes) -> ServeError:
 
 
 class _DivergedError(ServeError):
-    """The replica cannot continue behind the ids that the client has."""
+    """The replica cannot continue after the ids that the client has."""
 
     def __init__(self) -> None:
         super().__init__(503, "server_error", "engine_restarting", DIVERGED, retry_after=1.0)
@@ -169,7 +169,7 @@ class _Call:
             raise ServeError(409, "conflict", "cancelled", "the request was cancelled")
         self.replica, self._runs, self._shares = "", False, False
         engine.retag(self)
-        request = self._behind()
+        request = self._continuation()
         self._resumed = bool(request.resume)
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
@@ -195,7 +195,7 @@ class _Call:
         self._accepted = self._runs = True
         return stream
 
-    def _behind(self) -> EngineRequest:
+    def _continuation(self) -> EngineRequest:
         """Return the request, to continue after the part that the client has received."""
         over = tuple(number for number, choice in enumerate(self._choices) if choice.ended)
         resume = tuple(b"" if choice.ended else choice.ids for choice in self._choices)
@@ -248,7 +248,7 @@ class _Call:
         return self._resumed and (event.code == "resume_refused" or (not begun and event.code in RESUMING))
 
     async def _next(self, stream: Any) -> bytes | None:
-        """Return the next item of a stream, or None behind its end or break."""
+        """Return the next item of a stream, or None after its end or break."""
         try:
             item: bytes = await anext(stream)
         except StopAsyncIteration:
@@ -313,7 +313,7 @@ class RayEngine:
         self.handle = handle
         #: of this ingress
         self.name = name
-        #: whether a stream goes on elsewhere behind what its client has received
+        #: whether a stream continues elsewhere after what its client has received
         self.resumes = resumes
         self.calls: dict[int, _Call] = {}
         self.quarantine = Quarantine()

@@ -1,4 +1,4 @@
-"""Continue a request on another replica, behind what the client has received.
+"""Continue a request on another replica, after what the client has received.
 
 The new replica takes the ids of each completion as given: grammars, stop strings, random numbers and limits advance
 over them (`ExLlamaV2DynamicJob(resume_from=...)`), so the client sees a pause and no seam.

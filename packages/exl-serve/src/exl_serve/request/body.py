@@ -126,7 +126,7 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, Lon
     mark = secrets.token_hex(16)
     cut: dict[str, LongUrl] = {}
     parts: list[bytes | bytearray] = []
-    behind = at = 0
+    copied = at = 0
     while (quote := data.find(_URL, at)) >= 0:
         end = _end_of(data, quote + 1)
         if end < 0:
@@ -137,10 +137,10 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, Lon
                 continue
             name = f"{mark}{len(cut)}"
             cut[name] = LongUrl(data, quote + 1, end)
-            parts += [data[behind : quote + 1], name.encode()]
-            behind = end
+            parts += [data[copied : quote + 1], name.encode()]
+            copied = end
         at = end
-    return (b"".join([*parts, data[behind:]]), cut) if cut else (data, cut)
+    return (b"".join([*parts, data[copied:]]), cut) if cut else (data, cut)
 
 
 def _end_of(data: bytes | bytearray, begin: int) -> int:
@@ -202,7 +202,7 @@ def check_depth(text: str, most: int) -> None:
                     raise _too_deep(most)
             else:
                 depth -= 1
-        at = _behind_string(text, end + 1)
+        at = _after_string(text, end + 1)
 
 
 def _check_value_depth(value: Any, most: int) -> None:
@@ -225,7 +225,7 @@ def _too_deep(most: int) -> ServeError:
     return ServeError.invalid(f"the body is nested more than {most} levels deep")
 
 
-def _behind_string(text: str, at: int) -> int:
+def _after_string(text: str, at: int) -> int:
     """Return the position after the string whose content begins at `at`.
 
     A body may be one string of 32 MiB: it is searched, not read character by character.

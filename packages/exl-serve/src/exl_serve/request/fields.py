@@ -199,7 +199,7 @@ COMMON: tuple[Field, ...] = (
         ("min_new_tokens", "min_length"),
         meaning="no end of text before so many",
     ),
-    Field("ignore_eos", boolean, "true or false", ("ban_eos_token",), meaning="go on behind the model's end of text"),
+    Field("ignore_eos", boolean, "true or false", ("ban_eos_token",), meaning="continue after the model's end of text"),
     Field("skip_special_tokens", boolean, "true or false", meaning="false: special tokens are part of the text"),
     Field(
         "token_healing",
@@ -445,7 +445,7 @@ def read_fields(
 
 
 def _has_no_effect(key: str, value: Any, body: Mapping[str, Any]) -> bool:
-    """Whether a field that is not offered changes nothing beside the others of a body."""
+    """Whether a field that is not offered changes nothing given the others of a body."""
     if key == "adaptive_target":
         return type(value) in (int, float) and value < 0
     return key == "smoothing_curve" and not body.get("smoothing_factor")

@@ -75,12 +75,12 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     #: fields of the schemas that the grammar was made from, by the first number in the names of its rules, to find the
     #: one that is at fault
     parts: tuple[str, ...] = ()
-    #: beside `after`: a text whose first character, after spaces, is this one follows the grammar from its beginning
+    #: with `after`: a text whose first character, after spaces, is this one follows the grammar from its beginning
     leading: str = ""
-    #: beside `after`, which does not count in reasoning: the token that opens it, the token or text that closes it, and
+    #: with `after`, which does not count in reasoning: the token that opens it, the token or text that closes it, and
     #: whether the text begins in it
     reasoning: tuple[int | None, int | str, bool] | None = None
-    #: beside `after`: the text may not end before it
+    #: with `after`: the text may not end before it
     awaited: bool = False
 
 

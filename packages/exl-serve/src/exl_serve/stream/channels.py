@@ -91,11 +91,11 @@ class OutputFamily:
     def constraints(self, settings: ChannelSettings, response_format: Constraint | None) -> tuple[Constraint, ...]:
         """Return the constraints of tools and response format. Raises ServeError 400 or 501."""
         if settings.tools and settings.tool_choice != "none":
-            beside = response_format if response_format is not None and response_format.after is not None else None
-            found = self._tool_constraints(settings, None if beside is not None else response_format)
+            own = response_format if response_format is not None and response_format.after is not None else None
+            found = self._tool_constraints(settings, None if own is not None else response_format)
             parts = tuple(one.param for one in self._called(settings))
             found = tuple(msgspec.structs.replace(one, parts=parts) for one in found)
-            return found if beside is None or self.forces_call(settings) else (*found, beside)
+            return found if own is None or self.forces_call(settings) else (*found, own)
         if response_format is None:
             return ()
         if response_format.after is not None:  # it waits for its trigger, wherever that comes
@@ -103,7 +103,7 @@ class OutputFamily:
         if isinstance(self.form.inside, Harmony) and response_format.kind in JOINABLE:
             return (self._around(response_format, harmony_answer((), self.special)),)
         if settings.starts_in_reasoning and self.form.think is not None:
-            return (self._behind(response_format, self.form.think[1]),)
+            return (self._awaited(response_format, self.form.think[1]),)
         return (response_format,)
 
     def budget(self, tokens: int, settings: ChannelSettings) -> tuple[Constraint, ...]:
@@ -156,7 +156,7 @@ class OutputFamily:
             pattern = response_format.kind == "regex"
             rules = answer_rules(form, tools, self.special, many=many, pattern=pattern)
             either = self._around(response_format, rules)
-            return (self._behind(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
+            return (self._awaited(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
         if forced:
             grammar = forced_grammar(form, tools, self.special, many=many, thinking=self._thinking(settings))
             return (Constraint(kind="lark", source=grammar, param="tools"),)
@@ -185,7 +185,7 @@ class OutputFamily:
             )
         return found
 
-    def _behind(self, constraint: Constraint, marker: str) -> Constraint:
+    def _awaited(self, constraint: Constraint, marker: str) -> Constraint:
         return msgspec.structs.replace(constraint, after=self.special.get(marker, marker), awaited=True)
 
     def _around(self, content: Constraint, rules: str) -> Constraint:
@@ -290,10 +290,10 @@ class ChannelReader:
             spelled = specials.get(token)
             if spelled is not None:
                 # The text before it is the pieces of the earlier tokens.
-                before, found, behind = rest.partition(spelled)
+                before, found, after = rest.partition(spelled)
                 if found:
                     events += self._text(before)
-                    rest = behind
+                    rest = after
             self._waiting.ids.append(token)
             self._waiting.logprobs += event.logprobs[at : at + 1]
             if spelled is not None:
@@ -503,7 +503,7 @@ class ChannelReader:
             return [], text
         complete = reader.ended
         if complete:
-            return self._behind_region(text)
+            return self._after_region(text)
         events, rest = reader.feed(text)
         events = self._of_call(events)
         if reader.broken:
@@ -520,7 +520,7 @@ class ChannelReader:
             return events, rest
         return events, ""
 
-    def _behind_region(self, text: str) -> tuple[list[AnswerEvent], str]:
+    def _after_region(self, text: str) -> tuple[list[AnswerEvent], str]:
         """Read the text between the end of the JSON and the closing marker, which must be space."""
         closing = self._form.call[1] if self._form.call is not None else ""
         stripped = text.lstrip()

@@ -40,7 +40,7 @@ class ChannelSettings:
     reasoning: bool = True
     #: whether a grammar decides at the answer's beginning between calls and a content that has a format
     formatted: bool = False
-    #: the contents that a choice allows beside calls: one of them may begin as a call does
+    #: the contents that a choice allows instead of calls: one of them may begin as a call does
     contents: Sequence[str] = ()
     #: whether the stop string that ends the answer is part of its text
     shows_stop: bool = False

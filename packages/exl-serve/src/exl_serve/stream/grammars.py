@@ -81,7 +81,7 @@ def forced_grammar(
 ) -> str:
     """Return the grammar of an answer that is calls alone, after its reasoning.
 
-    `thinking`: "over", the answer begins behind the first region's opening marker; "open", inside of reasoning;
+    `thinking`: "over", the answer begins after the first region's opening marker; "open", inside reasoning;
     "possible", the answer may begin with reasoning. Raises ServeError 400 for a schema that this syntax cannot follow.
     """
     assert form.call is not None
@@ -222,8 +222,8 @@ class _Rules:
 
     def _tagged(self, at: str, key: str, schema: Any, tags: Tags, root: Mapping[str, Any]) -> None:
         newline = '"\\n"' if tags.lines else ""
-        behind = newline or '"\\n"?'
-        between = f"{behind if tags.value_begin else ''} {self._mark(tags.value_begin)} {newline}"
+        after = newline or '"\\n"?'
+        between = f"{after if tags.value_begin else ''} {self._mark(tags.value_begin)} {newline}"
         end = f"{newline} {self._mark(tags.value_end)}"
         if value_kind(schema) == "json":
             self._lines.append(f"value_{at}: {json_rule(schema, root)} {end}")
@@ -232,7 +232,7 @@ class _Rules:
             self._lines += _plain_text(at, schema, end, literal)
         self._lines.append(
             f"par_{at}: {self._mark(tags.key_begin)} {json.dumps(key, ensure_ascii=False)} {self._mark(tags.key_end)} "
-            f"{between} value_{at} {behind}"
+            f"{between} value_{at} {after}"
         )
 
 

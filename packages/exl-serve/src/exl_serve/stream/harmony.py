@@ -142,10 +142,10 @@ class HarmonyMachine:
                 self._waiting.ids.append(token)
                 self._waiting.logprobs += event.logprobs[at : at + 1]
                 continue
-            before, found, behind = rest.partition(spelled)
+            before, found, after = rest.partition(spelled)
             if found:
                 events += self._text(before)
-                rest = behind
+                rest = after
             events += self._marker(spelled)
             self._waiting.hidden.append(token)
         return [*events, *self._text(rest)]

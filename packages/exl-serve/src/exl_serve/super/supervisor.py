@@ -182,7 +182,7 @@ class Supervisor:
                 self._watch_worker(index, worker, now)
         elif self._broadcast_due is False:
             self._reap_workers()
-        self._engines.step()  # behind the workers: at the start, these need the cores for a shorter time
+        self._engines.step()  # after the workers: at the start, these need the cores for a shorter time
         if self._phase == "draining" and now - self._phase_at >= self._config.drain.delay:
             self._phase, self._phase_at, self._broadcast_due = "stopping", now, True
         if self._engines.changed or self._broadcast_due:

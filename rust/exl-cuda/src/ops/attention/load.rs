@@ -23,7 +23,7 @@ const SHORT_SPLITS: usize = 4;
 /// Most splits with heads of 128 elements: in general, and with at most [`FEW_QUERIES`] query heads a key head. Beyond, joining the splits of a
 /// head bounds the kernel.
 const MOST_SPLITS: [usize; 2] = [16, 64];
-/// Query heads of a key head up to which joining costs little beside reading keys.
+/// Query heads of a key head up to which joining costs little compared with reading keys.
 const FEW_QUERIES: usize = 4;
 
 impl Load {

@@ -30,7 +30,7 @@ pub(super) fn unit_bytes(kind: Kind, dim: usize) -> usize {
     UNIT * (key + value + 16 + value_scales)
 }
 
-/// Bytes of a decode block beside its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
+/// Bytes of a decode block without its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
 pub(super) fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
     let columns = COLUMN_TILE * column_tiles;
     let own = |codec| {
@@ -103,11 +103,11 @@ fn whole_room(kind: Kind, dim: usize, per_block: usize) -> PrefillRoom {
 /// `Prefill` with `SMALL`: up to 128 elements, the units take the place of queries, and 64 elements of results that of units.
 fn small_room(kind: Kind, dim: usize, per_block: usize) -> PrefillRoom {
     let own = prefill_warps(dim) * (ROWS * dim * 2).max(ROWS * 64 * 4);
-    let beside = if dim <= 128 { 0 } else { own };
-    let units = ring(kind, dim, 0, per_block.saturating_sub(beside));
+    let kept = if dim <= 128 { 0 } else { own };
+    let units = ring(kind, dim, 0, per_block.saturating_sub(kept));
     PrefillRoom {
         units,
-        bytes: (units * unit_bytes(kind, dim) + beside).max(own),
+        bytes: (units * unit_bytes(kind, dim) + kept).max(own),
         small: true,
     }
 }

@@ -218,7 +218,7 @@ fn load_of(caps: &Capabilities, call: &Call, shares: &Shares, heads: Heads) -> L
 }
 
 /// Bytes of shared memory that keep more than an even share of a launch's blocks off an SM. Blocks start as their predecessors end, at
-/// different times, and the first free SM would be filled. Few blocks run beside one of the ring kernel, which leaves no room for this
+/// different times, and the first free SM would be filled. Few blocks run alongside one of the ring kernel, which leaves no room for this
 /// padding.
 fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
     let share = blocks.div_ceil(sms);
@@ -377,7 +377,7 @@ fn teams(load: &Load) -> (usize, usize) {
     }
 }
 
-/// Bytes of a block of `kernels/attention/attention_long.cuh` beside its units.
+/// Bytes of a block of `kernels/attention/attention_long.cuh` without its units.
 fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
     let columns = rows.next_multiple_of(COLUMN_TILE);
     let own = |codec| {

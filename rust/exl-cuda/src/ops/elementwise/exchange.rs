@@ -29,7 +29,7 @@ pub struct Exchange {
     /// Address of each GPU's exchange buffer, zeros at first: `half` words of 64 bits for exchanges of even numbers, then those for odd ones.
     pub buffers: Vec<usize>,
     pub half: usize,
-    /// Words behind the first half, in the smallest buffer of a receiver.
+    /// Words after the first half, in the smallest buffer of a receiver.
     pub second: usize,
     /// First column of each GPU, and the number of columns.
     pub begins: Vec<usize>,

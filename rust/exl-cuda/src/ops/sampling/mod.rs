@@ -1,6 +1,6 @@
 //! Sampling: rows of float32 logits to tokens, bitwise identical to `exl-cpu`'s sampling.
 //!
-//! All inputs of a batch beside its logits are written into one piece of pinned host memory ([`Staging`]), which the caller copies to the
+//! All inputs of a batch except its logits are written into one piece of pinned host memory ([`Staging`]), which the caller copies to the
 //! GPU. The kernels write their answers directly to the front of the pinned memory. A launch has fixed addresses and can be captured.
 //! Kernels do not read their rows from pinned memory, because every block would wait for the bus.
 
@@ -274,7 +274,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     in_file.map(|kernel| kernel.name().to_owned()).collect()
 }
 
-/// Destination of sampled tokens beside the answers: i64 a row, clamped to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
+/// Destination of sampled tokens in addition to the answers: i64 a row, clamped to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Next {
     pub ids: usize,

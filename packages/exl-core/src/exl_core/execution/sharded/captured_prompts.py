@@ -62,7 +62,7 @@ class PromptGraphs(NamedTuple):
     graphs: SectionGraphs
     inputs: StagedTensors
     kept: list[Tensor]
-    """Tensors that the graphs refer to, beside workspaces."""
+    """Tensors that the graphs refer to, other than workspaces."""
     hidden: Tensor
     """The hidden state of the last tokens [rows, hidden] on the home device, if the bucket ends with them."""
 
@@ -115,7 +115,7 @@ def record_prompt(
             copies_in = [DeviceCopy(inputs.buffer, own.buffer), DeviceCopy(ids_embedded, x)]
         step = replace(static_step(model, cache, bucket, own, device, invariant=invariant), pages=pages[shard])
         _see_one_another(own)
-        # The home device's graph is queued last, as in steps: a copy behind it begins only after the others.
+        # The home device's graph is queued last, as in steps: a copy after it begins only when all others have ended.
         graph, hidden, held = recorder.capture(
             layers_body(shards[shard], x, step, bucket, results, shard), None, own.ids
         )

@@ -161,7 +161,7 @@ def run_shares(
     ops: Sequence[ShardOperators],
     output_tokens: OutputTokens = "all",
 ) -> list[Tensor] | None:
-    """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
+    """Run the layers on some devices of a sharded model, step by step, with an exchange after each matmul.
 
     Args:
         shares: the launches of these devices.
@@ -359,7 +359,7 @@ def _begins(linear: Linear) -> tuple[int, ...]:
 
 
 def share_of(about: Share, shard: int) -> Share:
-    """Return the description of one device's share of a loaded half: its parts of the matrices, norms beside them."""
+    """Return the description of one device's share of a loaded half: its parts of the matrices, and the norms."""
 
     def part(linear: Linear) -> Linear:
         mine, matrix = copy.copy(linear), part_of(linear, shard)

@@ -103,8 +103,8 @@ class StreamBarrier:
 class Stores:
     """The results that the devices of one pass store into one another's memory, ordered by events.
 
-    Torch's allocator may reuse the memory of the results after the pass: each stream waits for the others behind each
-    store, also after an exception.
+    Torch's allocator may reuse the memory of the results after the pass: each stream waits for the others after each
+    store, even if an exception is raised.
     """
 
     def __init__(self, barrier: StreamBarrier, rows: int, row: ResultRow) -> None:

@@ -102,7 +102,7 @@ def begin_resets(case: Case) -> None:
     more = case.stride(used, to_the_end=True) if context is not None else case.walk(used, 5)
     for token in more:
         case.feed(fresh, token)
-    case.equal(case.next(used), case.next(fresh), f"{len(more)} tokens behind {after}")
+    case.equal(case.next(used), case.next(fresh), f"{len(more)} tokens after {after}")
 
 
 @law(9)

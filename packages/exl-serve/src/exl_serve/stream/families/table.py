@@ -20,7 +20,7 @@ class Named:
     word_end: str = ""
     #: between the JSON and `end`
     after: str = ""
-    #: behind the name may come this marker and an id
+    #: this marker and an id may follow the name
     ident: str = ""
 
 

@@ -352,7 +352,7 @@ fn a_prompt_says_why_it_runs_without_wgmma() {
 }
 
 #[test]
-fn prompts_behind_many_keys_share_them_among_blocks() {
+fn prompts_after_many_keys_share_them_among_blocks() {
     let kernel = |card: &str, kind: &str, tokens, keys| {
         let caps = self::card(card, RELEASE);
         let found = plan(
@@ -541,9 +541,9 @@ fn prompts_of_every_card_have_a_kernel_of_prompts() {
         floats: 16_384 * 16 * (256 + 8),
     };
     assert!(many.refused.contains(&(Kernel::Prefill, why)), "{many:?}");
-    // Few tokens behind many keys: several blocks share a tile, and the first has its totals in its part.
-    let behind = call(kind("fp16"), 256, (16, 8), (1, 128), 16_384);
-    let found = plan(&card("3090", RELEASE), &behind);
+    // Few tokens after many keys: several blocks share a tile, and the first has its totals in its part.
+    let short = call(kind("fp16"), 256, (16, 8), (1, 128), 16_384);
+    let found = plan(&card("3090", RELEASE), &short);
     assert!(found.chunks() > 1 && found.join.is_some(), "{found:?}");
     assert_eq!(found.name, "attention_fp16_256_small_prefill");
 }

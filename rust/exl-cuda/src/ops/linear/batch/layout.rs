@@ -15,7 +15,7 @@ use crate::rows::BLOCK_ROWS;
 
 const LAYOUT_THREADS: u32 = 128;
 assert_constants!(batch_rows, { LAYOUT_THREADS == LAYOUT_THREADS });
-/// Approximate number of blocks of a packing launch beside a matmul by wgmma. On SMs without one, blocks of the next matmul start early and
+/// Approximate number of blocks of a packing launch alongside a matmul by wgmma. On SMs without one, blocks of the next matmul start early and
 /// have weights in flight when packing ends (docs/design/gemm-batch.md).
 const LAYOUT_BLOCKS: usize = 64;
 /// Least number of blocks that share a row, if it is long enough: with a whole row a block has too much shared memory to fit there.
@@ -24,7 +24,7 @@ const LEAST_SHARES: usize = 2;
 const LEAST_UNITS: usize = LAYOUT_THREADS as usize * 8 / UNIT_ROWS;
 
 /// Placeholder blocks of a packing launch for each SM that the previous matmul leaves free, if these SMs are few. Many more placeholder
-/// blocks would leave no room for packing blocks beside the matmul. With twenty or more free SMs they are useless
+/// blocks would leave no room for packing blocks alongside the matmul. With twenty or more free SMs they are useless
 /// (docs/design/gemm-batch.md, "Placeholder blocks").
 const IDLE_BLOCKS: usize = 4;
 const FEW_ALONE: usize = 8;
@@ -71,7 +71,7 @@ impl Division {
             Code::Wgmma => (LAYOUT_BLOCKS / columns).max(LEAST_SHARES).min(most),
             Code::Mma => most,
         };
-        // More blocks if their memory then fits beside the matmul.
+        // More blocks if their memory then fits alongside the matmul.
         let share = (least..=most)
             .map(|blocks| units.div_ceil(blocks))
             .find(|&share| shared(share) <= LEFT_FREE)

@@ -53,7 +53,7 @@ pub struct Matmul {
     pub gate: Option<i32>,
 }
 
-/// Memory of a matmul beside its operands.
+/// Memory of a matmul in addition to its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     /// As many bytes as planned, aligned to 128 bytes; begins with the packed input.

@@ -109,7 +109,7 @@ impl Code {
 const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
-/// Up to this number of columns, the stages of the ring hold activations beside weights; more have a ring of half units.
+/// Up to this number of columns, the stages of the ring hold activations and weights; more have a ring of half units.
 const STAGED_COLUMNS: usize = PACKED_ROWS;
 assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS, STAGED_COLUMNS == STAGED_COLUMNS });
 /// Columns of which results for the next matmul keep the order of its input.
@@ -132,7 +132,7 @@ const WIDE_EXCHANGE_CYCLES: usize = 3400;
 pub const COUNTERS: usize = 256;
 /// Polls of a block for the blocks that share K with it. Blocks start within a few polls of one another.
 const LOOKS: i32 = 64;
-/// Shared memory of a block, beside the small static part.
+/// Shared memory of a block, without the small static part.
 pub const SHARED_BYTES: usize = 232_448 - 256;
 /// From this number of items on, a block processes all of K: then no exchange of sums is needed.
 pub const UNCUT_ITEMS: usize = 256;
@@ -429,14 +429,14 @@ impl Ring {
             half_slots: 0,
         })
     }
-    /// A ring of weights and one of half units of activations: three or four of these beside three stages of weights, or fewer of both.
+    /// A ring of weights and one of half units of activations: three or four of these with three stages of weights, or fewer of both.
     fn of_halves(space: usize, weights: usize, shares: &Shares, tuning: Tuning) -> Option<Self> {
         let half = unit_bytes(shares.columns) / 2;
-        let slots_beside = |halves: usize| space.saturating_sub(halves * half) / weights;
+        let slots_with = |halves: usize| space.saturating_sub(halves * half) / weights;
         let (halves, _) = [(4, 3), (3, 3), (4, 2), (3, 2), (2, 2)]
             .into_iter()
-            .find(|&(halves, least)| slots_beside(halves) >= least)?;
-        let most = slots_beside(halves).min(shares.code.most_slots());
+            .find(|&(halves, least)| slots_with(halves) >= least)?;
+        let most = slots_with(halves).min(shares.code.most_slots());
         let slots = match tuning.slots {
             0 => most,
             forced => forced.min(most),

@@ -264,8 +264,8 @@ impl Layout {
         })
     }
 
-    /// All places moved behind a ring of `ring` bytes, which comes first so that its slots are aligned.
-    fn behind(mut self, ring: usize) -> Self {
+    /// All places moved after a ring of `ring` bytes, which comes first so that its slots are aligned.
+    fn after(mut self, ring: usize) -> Self {
         let by = ring as u32;
         for part in &mut self.parts {
             part.pieces_at += by;
@@ -431,7 +431,7 @@ fn plan_shape(
 }
 
 impl Plan {
-    /// Whether memory idles: four blocks share K, and clusters of four do not run at the same time, or too few bytes are in flight beside the
+    /// Whether memory idles: four blocks share K, and clusters of four do not run at the same time, or too few bytes are in flight in addition to the
     /// activations of a long input. Shorter inputs, whose weights are just too wide, were not compared with `gemm_direct`.
     pub(super) fn idles(&self, caps: &Capabilities, matrices: &[&Matrix]) -> bool {
         let long = self.task.units as usize >= LONG_UNITS;
@@ -488,15 +488,15 @@ fn plan_cut(
     };
     let spare = shape.spare_slots(stages, class_step);
     let ring = Ring::largest(stride, mean, spare, total, space, tuning)?;
-    let behind = ring.slots * stride;
-    let mut layout = layout.behind(behind);
+    let ring_bytes = ring.slots * stride;
+    let mut layout = layout.after(ring_bytes);
     if gated {
         layout.parts[1].y_offset = 0;
     }
     let columns: i32 = matrices.iter().map(|a| a.argument.out_features).sum();
     let rows = preparation(matrices, &copies, units, m);
     let task = Task {
-        barriers_at: (behind + rest) as u32,
+        barriers_at: (ring_bytes + rest) as u32,
         stage_stride: stride as u32,
         slots: ring.slots as i32,
         window: ring.window as i32,

@@ -58,7 +58,7 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// The shared memory of a block of `tiles` tiles, one of `blocks`, behind `at`, and its end. `inputs`, `rows`, `matrices`: of the matmul;
+    /// The shared memory of a block of `tiles` tiles, one of `blocks`, from `at` on, and its end. `inputs`, `rows`, `matrices`: of the matmul;
     /// `rank`: the largest.
     pub(super) fn new(
         at: usize,
@@ -68,7 +68,7 @@ impl Staging {
         rank: usize,
     ) -> (Self, usize) {
         let at = at.next_multiple_of(16);
-        // Two tiles' elements of B of one rank are in different banks for most ranks. Behind B, results and residuals.
+        // Two tiles' elements of B of one rank are in different banks for most ranks. After B, results and residuals.
         let tile_bytes = 32 * rank + 32 + 64;
         let slices_at = at + rows * tiles * tile_bytes;
         let slices = (rows * matrices * rank * SUMS).div_ceil(blocks);

@@ -110,7 +110,7 @@ pub struct Sizes {
     pub most_rank: usize,
 }
 
-/// Check that a matmul may add adapters of these sizes itself, instead of launches before and behind it. Its plan also asks for rows,
+/// Check that a matmul may add adapters of these sizes itself, instead of launches before and after it. Its plan also asks for rows,
 /// matrices and the rest of the epilogue ([`crate::ops::linear::select::Epilogue::adapters`]).
 pub const fn takes_in_matmul(sizes: Sizes) -> Result<(), MatmulRefusal> {
     if sizes.levels == 1 && sizes.most_rank <= EPILOGUE_RANKS {

@@ -86,7 +86,7 @@ pub struct Tuning {
 /// Bytes of the inter-block workspace of a launch, all ones before and after it; 0 for none.
 pub(super) const fn exchange_bytes(matrices: &[&Matrix], rows: usize, epilogue: Epilogue) -> usize {
     if epilogue.adapters.is_some() {
-        // The counters of `gemm_batch` keep counting; behind them all is ones between launches.
+        // The counters of `gemm_batch` keep counting; after them all bytes are ones between launches.
         COUNTERS * 4 + lora::exchange_bytes(rows, matrices.len())
     } else {
         0

@@ -298,7 +298,7 @@ impl Stages {
     }
 }
 
-/// Places of data in shared memory, behind a ring of `slots` slots.
+/// Places of data in shared memory, after a ring of `slots` slots.
 struct Layout {
     parts: [Part; MATRICES],
     results_at: u32,

@@ -58,7 +58,7 @@ pub const LEAST_PACKED_ALONE: usize = 8 << 20;
 /// Kernels of a quantized matmul, and dequantization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// A ring of weight stages in shared memory, with the activations beside it; one launch with norm, gate and residual.
+    /// A ring of weight stages in shared memory, with the activations next to it; one launch with norm, gate and residual.
     GemvRing,
     /// Activations packed once by an earlier launch or by the previous kernel; weights stream at the speed of one row.
     GemmFew,

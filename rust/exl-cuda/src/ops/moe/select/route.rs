@@ -20,7 +20,7 @@ const TILE: usize = 4;
 pub(in super::super) const WARPS: usize = 8;
 /// Shared memory of a block of many rows, which every card has.
 const MANY_BYTES: usize = 48 * 1024;
-/// Shared memory of a block beside its row and weights.
+/// Shared memory of a block without its row and weights.
 pub(in super::super) const STATIC_BYTES: usize = 9 * 1024;
 /// Blocks of an SM that have shared memory at once if each row has its own; the rest of the SM's memory caches rows.
 const RESIDENT: usize = 2;
@@ -62,7 +62,7 @@ impl Kernel {
     }
 }
 
-/// Most features of a row: halves in the shared memory that every card has, beside the static part.
+/// Most features of a row: halves in the shared memory that every card has, without the static part.
 pub const MOST_HIDDEN: usize = (48 * 1024 - STATIC_BYTES) / 2;
 
 /// Names of the functions of all kernels.

@@ -132,7 +132,7 @@ fn a_layer_norm_is_a_prologue_of_the_ring_alone() {
     assert!(plan(&older, &[&one], Call::aligned(1, NORM)).joined);
 }
 
-/// Clusters that share K in quarters, and a ring of few wide units beside long inputs, leave memory idle: 70B models with three to eight sequences.
+/// Clusters that share K in quarters, and a ring of few wide units with long inputs, leave memory idle: 70B models with three to eight sequences.
 #[test]
 fn long_inputs_of_few_rows_are_multiplied_directly() {
     let caps = card("H200", RELEASE);
