@@ -87,13 +87,13 @@ class Cluster:
         found: dict[str, dict[str, Any]] = until(look, seconds=WAIT)
         return found
 
-    def busy(self) -> dict[str, Any]:
-        """The replica that is decoding."""
+    def busy(self, seconds: float = WAIT) -> dict[str, Any]:
+        """The replica that is decoding. TimeoutError: there was none for so many seconds."""
 
         def look() -> list[dict[str, Any]]:
             return [one for one in self.replicas(None).values() if one["status"]["decoding"]]
 
-        return until(look, seconds=WAIT)[0]
+        return until(look, seconds=seconds)[0]
 
 
 def _running(deployment: str) -> list[dict[str, Any]]:
@@ -335,22 +335,25 @@ def test_a_stream_goes_on_when_its_replica_dies(cluster: Cluster, case: str, wha
 
     def seen(events: int) -> None:
         if events == (4 if what == "engine" else 7):
-            killed.append(kill("pid" if what == "engine" else "actor"))
+            with contextlib.suppress(TimeoutError):  # where replicas start, the answer may end before one is found busy
+                killed.append(kill("pid" if what == "engine" else "actor"))
 
     def kill(which: str) -> int:
         for _ in range(100):  # one that the case before has killed may still be listed
-            pid = int(cluster.busy()[which])
+            pid = int(cluster.busy(seconds=10.0)[which])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 return pid
             time.sleep(0.05)
         raise AssertionError("no listed replica is alive")
 
-    cluster.replicas(None)
-    broken = joined(cluster.url, body, seen)
-    assert killed
-    assert broken == whole
-    assert broken["error"] is None
+    for _ in range(5):
+        cluster.replicas(None)
+        broken = joined(cluster.url, body, seen)
+        assert broken == whole
+        if killed:
+            return
+    raise AssertionError("every answer ended before its replica was found")
 
 
 def long(case: str) -> dict[str, Any]:
