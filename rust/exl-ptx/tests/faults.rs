@@ -1,7 +1,10 @@
 //! Kernels with planted faults: each must be found, and the correct version of the kernel must run.
 
+mod common;
+
+use common::one_block;
 use exl_ptx::card::Card;
-use exl_ptx::grid::{Launch, run};
+use exl_ptx::grid::run;
 use exl_ptx::memory::Ranges;
 use exl_ptx::module::Module;
 
@@ -28,17 +31,7 @@ fn outcome_of(text: &str, number: u32, seed: u64) -> Result<Vec<u32>, String> {
     let kernel = module.kernel("test")?;
     let mut params = (out.as_mut_ptr() as u64).to_le_bytes().to_vec();
     params.extend_from_slice(&number.to_le_bytes());
-    let launch = Launch {
-        grid: [1; 3],
-        block: [64, 1, 1],
-        cluster: [1; 3],
-        clustered: false,
-        shared_bytes: 0,
-        params,
-        number: 1,
-        seed,
-        strict: true,
-    };
+    let launch = one_block(64, params, seed);
     let card = Card::named("3090").expect("a known card");
     run(&kernel, &launch, &card, &ranges)?;
     Ok(out)

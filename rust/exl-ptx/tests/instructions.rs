@@ -1,7 +1,10 @@
 //! Instructions against known values, the `half` crate and double precision, through whole kernels of one warp.
 
+mod common;
+
+use common::one_block;
 use exl_ptx::card::Card;
-use exl_ptx::grid::{Launch, run};
+use exl_ptx::grid::run;
 use exl_ptx::memory::Ranges;
 use exl_ptx::module::Module;
 use half::{bf16, f16};
@@ -27,17 +30,7 @@ fn warp(body: &str, input: &[[u32; 3]; 32]) -> [u32; 32] {
     let kernel = module.kernel("test").expect("known instructions");
     let mut params = (out.as_mut_ptr() as u64).to_le_bytes().to_vec();
     params.extend_from_slice(&(input.as_ptr() as u64).to_le_bytes());
-    let launch = Launch {
-        grid: [1; 3],
-        block: [32, 1, 1],
-        cluster: [1; 3],
-        clustered: false,
-        shared_bytes: 0,
-        params,
-        number: 1,
-        seed: 0,
-        strict: true,
-    };
+    let launch = one_block(32, params, 0);
     run(
         &kernel,
         &launch,

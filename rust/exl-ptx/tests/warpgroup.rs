@@ -1,7 +1,10 @@
 //! `wgmma` against a plain loop, over the layouts of shared memory that descriptors can name, and planted faults.
 
+mod common;
+
+use common::one_block;
 use exl_ptx::card::Card;
-use exl_ptx::grid::{Launch, run};
+use exl_ptx::grid::run;
 use exl_ptx::memory::Ranges;
 use exl_ptx::module::Module;
 use half::f16;
@@ -142,17 +145,7 @@ fn outcome_of(text: &str, image: &[u8], seed: u64) -> Result<Vec<f32>, String> {
     let kernel = Module::load(text, &mut ranges)?.kernel("test")?;
     let mut params = (out.as_mut_ptr() as u64).to_le_bytes().to_vec();
     params.extend_from_slice(&(image.as_ptr() as u64).to_le_bytes());
-    let launch = Launch {
-        grid: [1; 3],
-        block: [128, 1, 1],
-        cluster: [1; 3],
-        clustered: false,
-        shared_bytes: 0,
-        params,
-        number: 1,
-        seed,
-        strict: true,
-    };
+    let launch = one_block(128, params, seed);
     run(
         &kernel,
         &launch,
