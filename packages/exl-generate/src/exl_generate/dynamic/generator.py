@@ -517,9 +517,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
                     f"another generator has {len(jobs)} jobs in this cache; let them end or cancel them first, or make "
                     "a cache for each generator"
                 )
-            for job in jobs:
-                self._outbox.deliver([job.fail(JobStateError("another generator has taken the cache; begin again"))])
-                self._drop(job)
+            self._fail_all(jobs, "another generator has taken the cache; begin again")
         finally:
             self._lock.release()
 
@@ -605,14 +603,18 @@ class ExLlamaV2DynamicGenerator(PageViews):
     def _lose_pages(self) -> None:
         """End the running jobs and forget all pages: a pass of the caller has written into a cache."""
         self._engine.drop_prelaunched()
-        for job in [*self._scheduler.active]:
-            error = JobStateError(
-                "a pass outside the generator, such as model.forward, has written into its cache while the job ran; "
-                "enqueue a new job, and give such passes a cache of their own"
-            )
-            self._outbox.deliver([job.fail(error)])
-            self._drop(job)
+        self._fail_all(
+            [*self._scheduler.active],
+            "a pass outside the generator, such as model.forward, has written into its cache while the job ran; "
+            "enqueue a new job, and give such passes a cache of their own",
+        )
         self.page_table.reset()
+
+    def _fail_all(self, jobs: Iterable[ExLlamaV2DynamicJob], why: str) -> None:
+        """End jobs with a `JobStateError` each."""
+        for job in jobs:
+            self._outbox.deliver([job.fail(JobStateError(why))])
+            self._drop(job)
 
     def _drop_discarded(self) -> None:
         """Remove the jobs that `discard` has marked. A running step does so at its end."""
