@@ -1,4 +1,4 @@
-//! What the tests of whole kernels share.
+//! A launch for the tests of whole kernels.
 
 use exl_ptx::grid::Launch;
 
