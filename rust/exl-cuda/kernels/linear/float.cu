@@ -39,7 +39,6 @@ template <int NT, int FT, int AHEAD>
 DEVICE void float_rows(const FloatCall& call) {
   constexpr int ROWS = 8 * NT, FEATURES = 8 * FT;
   __shared__ float parts[SLICES][ROWS][FEATURES];
-  pdl_trigger();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first = blockIdx.x * FEATURES, first_row = blockIdx.y * ROWS;
   const int begin = min(warp * call.slice, call.k), end = min(begin + call.slice, call.k);

@@ -107,6 +107,12 @@ impl Kernel {
         }
     }
 
+    /// Whether a launch may begin while its predecessor drains. Blocks of few rows that did would be spread over the SMs unevenly:
+    /// a step of one sequence took 5,627 instead of 4,807 us.
+    const fn starts_early(self) -> bool {
+        !matches!(self, Self::Rows { .. })
+    }
+
     const fn parts(self) -> usize {
         match self {
             Self::Rows { .. } | Self::Tile { .. } => 1,
@@ -263,7 +269,7 @@ pub unsafe fn matmul(to: Target, matrix: &FloatMatrix, op: &Matmul) -> Result<()
         block: THREADS as u32,
         shared_bytes: kernel.shared_bytes() as u32,
         stream: to.stream,
-        programmatic: to.programmatic,
+        programmatic: to.programmatic && kernel.starts_early(),
     };
     let mut arguments = kernels::GemmFloat { call: argument };
     // SAFETY: the caller guarantees that the addresses are valid.
@@ -275,6 +281,7 @@ pub unsafe fn matmul(to: Target, matrix: &FloatMatrix, op: &Matmul) -> Result<()
         kernel: SUM,
         grid: [matrix.out_features.div_ceil(THREADS) as u32, op.m as u32, 1],
         shared_bytes: 0,
+        programmatic: to.programmatic,
         ..launch
     };
     // SAFETY: the caller guarantees that the addresses are valid.
