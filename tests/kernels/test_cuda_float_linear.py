@@ -95,6 +95,24 @@ def test_weights_of_any_size_are_held_as_halves(factor: float, dtype: torch.dtyp
         assert ((out.double().cpu() - want[:some]).abs().max() / want.abs().max()) < 2e-3
 
 
+@pytest.mark.parametrize("bias", [None, random(40, seed=2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_near_the_largest_half_are_finite_for_any_number_of_rows(
+    dtype: torch.dtype, bias: Tensor | None
+) -> None:
+    """Small weights are held as larger halves, whose sums alone would exceed float16."""
+    weight, x = (
+        (random(40, 64).abs() * 0.01).to(dtype),
+        (random(70, 64, seed=3).abs() * 5e4).clamp(max=6e4).half().cuda(),
+    )
+    matrix, want = made(weight, bias), wanted(x, weight, bias)
+    assert 2.0**14 < want.max() < 65504
+    for rows in (1, 64, 70):
+        for out in (torch.float16, torch.float32):
+            found = matrix.matmul(x[:rows], torch.empty(rows, 40, dtype=out, device="cuda"))
+            assert rms(found, want[:rows]) < 1e-3
+
+
 def test_bfloat16_weights_keep_their_bits() -> None:
     """A router keeps all, other matrices those of weights that are not far smaller than the largest."""
     weight = (random(32, 128) * 0.02).to(torch.bfloat16)
@@ -152,13 +170,13 @@ def test_several_dimensions_and_no_rows() -> None:
 
 def test_many_rows_that_may_depend_on_one_another_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = made(random(96, 256).half()), random(PACKED_ROWS + 1, 256, seed=2).half().cuda()
-    want, seen, library = wanted(x, random(96, 256).half()), [], torch.mm
+    want, seen, library = wanted(x, random(96, 256).half()), [], torch.addmm
 
-    def watched(rows: Tensor, *given: Any, **named: Any) -> Any:
+    def watched(to: Tensor, rows: Tensor, *given: Any, **named: Any) -> Any:
         seen.append(len(rows))
-        return library(rows, *given, **named)
+        return library(to, rows, *given, **named)
 
-    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(torch, "addmm", watched)
     matrix.matmul(x, invariant=True)
     matrix.matmul(x[:PACKED_ROWS])
     assert not seen

@@ -385,17 +385,23 @@ class CudaFloatMatrix(_CudaMatrix):
         return out
 
     def _multiply(self, x: Tensor, multipliers: Tensor | None, out: Tensor) -> None:
-        """Write the result of x [T, K] into out [T, N] in one matmul of torch."""
-        bare = self._bias is None and multipliers is None and self._scale * self._prescale == 1.0
-        if bare and out.dtype == torch.float16:
-            torch.mm(x, self._weight.t(), out=out)  # no temporary result
+        """Write the result of x [T, K] into out [T, N] in one matmul of torch.
+
+        A factor of the weights below 1 applies to its float32 sums, which might exceed float16 without it.
+        """
+        inner = min(self._scale, 1.0) if multipliers is None else 1.0
+        outer = self._scale / inner
+        bare = self._bias is None and multipliers is None and outer * self._prescale == 1.0
+        # No temporary result where nothing follows.
+        product = out if bare and out.dtype == torch.float16 else torch.empty_like(out, dtype=torch.float16)
+        torch.addmm(product, x, self._weight.t(), beta=0.0, alpha=inner, out=product)
+        if product is out:
             return
-        result = torch.mm(x, self._weight.t())
         if not bare:
-            result = result.float().mul_(self._scale if multipliers is None else multipliers.unsqueeze(1) * self._scale)
+            result = product.float().mul_(outer if multipliers is None else multipliers.unsqueeze(1) * outer)
             result = result if self._bias is None else result.add_(self._bias)
-            result = result.mul_(self._prescale)
-        out.copy_(result)
+            product = result.mul_(self._prescale)
+        out.copy_(product)
 
     def matmul_precise(self, x: Tensor) -> Tensor:
         """Multiply x [.., K] to float32 [.., N], summed in float64 and rounded once; for the few columns of a router.
