@@ -297,9 +297,12 @@ class ExLlamaV2Lora:
         _check_shape(tensors.file, name, weight, (rows, linear.in_features))
         if linear.spec.bias:
             raise AdapterError(f"{tensors.file}: {name}: a matrix with a bias cannot be replaced by an adapter here")
-        prescale = linear.spec.prescale
         self.replacements[linear.key] = QuantMatrix.from_float(
-            weight, prescale=prescale, device=linear.device, name=f"{tensors.file}: {name}"
+            weight,
+            prescale=linear.spec.prescale,
+            device=linear.device,
+            name=f"{tensors.file}: {name}",
+            precise=linear.spec.is_precise,
         )
 
     @staticmethod
