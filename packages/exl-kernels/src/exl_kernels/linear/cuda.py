@@ -26,7 +26,7 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError
 from ..formats import Exl2Parts, GptqFormat, GptqParts
-from ..selection import BLOCK_ROWS
+from ..selection import BLOCK_ROWS, Card
 from .matrix import Compute, Format, QuantMatrix
 from .planned import KEPT_PLANS
 from .upload import Pack, moved, packed_image, settle
@@ -368,8 +368,8 @@ class CudaFloatMatrix(_CudaMatrix):
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether one launch takes BLOCK_ROWS float16 rows: it takes any number."""
-        return True
+        """Whether passes of BLOCK_ROWS rows are batch-invariant (`selection.Card.takes_float_blocks`)."""
+        return Card.device(self.device.index).takes_float_blocks
 
     def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
