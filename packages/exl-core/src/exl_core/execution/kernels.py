@@ -82,9 +82,8 @@ class KernelUse:
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
     kernel: str
-    """A name of `exl_kernels.selection`; "captured", "joined" or "eager" for "way".
+    """A name of `exl_kernels.selection`, "cuBLAS" for float matrices; "captured", "joined" or "eager" for "way".
 
-    "cuBLAS" for many rows of float matrices.
     Several names with commas where layers, or blocks of rows, differ."""
     why: tuple[str, ...]
     """The reasons why no faster kernel runs, one sentence each; empty where no faster kernel exists."""
