@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import FAMILIES
+from mixtures import SIZES as MIXTURE_SIZES
+from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.device import GIB, devices
@@ -79,6 +82,27 @@ def test_logits_and_rows(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             alone = PagedParams(1, params.block_index[row : row + 1], params.cache_seqlens[row : row + 1], token)
             single = model.forward_chunk(step[row : row + 1], cache, attn_params=alone, loras=[lora])["logits"]
             assert torch.equal(single, together[row : row + 1])
+
+
+def test_a_router_of_an_adapter_keeps_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of the model does, too: weights far smaller than the largest may choose an expert."""
+    family = "MixtralForCausalLM"
+    folder = write_random_model(tmp_path / "model", {**MIXTURE_SIZES, **FAMILIES[family], "architectures": [family]})
+    model = loaded_on("cuda:0", folder, monkeypatch)
+    (router,) = (linear for linear in model.linears() if linear.spec.role == "router" and ".0." in linear.key)
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(router.out_features, router.in_features, generator=generator) * 2.0**-22).to(torch.bfloat16)
+    weight[0, 0] = 2.0
+    name = f"base_model.model.{router.key}.weight"
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", {name: weight})
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    lora = ExLlamaV2Lora.from_directory(model, folder)
+    x = (torch.randn(3, router.in_features, generator=generator) * 1e3).half()
+    found = router.forward_precise(x.cuda(), [lora]).double().cpu()
+    want = x.double() @ weight.double().t()
+    assert (found[:, 1:] - want[:, 1:]).abs().max() <= 1e-6 * want[:, 1:].abs().max()
 
 
 def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,19 @@ def test_short_prompts_run_on_packed_weights_where_a_launch_takes_a_block(tmp_pa
         assert "more than 64 rows" in ada["gate_proj", rows].why[0]
 
 
+@pytest.mark.parametrize(("card", "most"), [("H100", 256), ("4090", 64), ("2080 Ti", 64)])
+def test_prompts_of_float_models_have_own_kernels_for_as_many_rows_as_quantized_ones(
+    card: str, most: int, tmp_path: Path
+) -> None:
+    """Beyond, cuBLAS reads each weight once, which blocks of few rows do not."""
+    config = ExLlamaV2Config(write_random_model(tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}))
+    found = kernel_uses(config, Card.named(card), rows=(256,), prompts=(64, 65, 256, 257))
+    kernels = {use.tokens: use.kernel for use in found if use.operation == "q_proj"}
+    assert {tokens for tokens, kernel in kernels.items() if kernel != "cuBLAS"} == {1} | {
+        tokens for tokens in (64, 65, 256) if tokens <= most
+    }
+
+
 def test_the_way_of_a_pass_has_a_reason(tmp_path: Path) -> None:
     make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
     config = ExLlamaV2Config(tmp_path)

@@ -206,7 +206,7 @@ class Repeating(Preparing):
 def test_prelaunched_steps_mix_adapters_only_where_rows_do_not_depend_on_each_other(
     monkeypatch: pytest.MonkeyPatch, alike: int | None, drafts: int | None
 ) -> None:
-    """Other steps do so, too: a float matrix on a GPU gives a row other results in a pass of other rows."""
+    """Up to so many tokens rows do not depend on each other."""
     passes: list[tuple[int, int]] = []  # tokens and adapters of each
 
     class Watched(Repeating):

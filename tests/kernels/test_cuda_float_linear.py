@@ -9,7 +9,7 @@ import torch
 from test_cuda_linear import rms
 from torch import Tensor
 
-from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear import QuantMatrix, cuda
 from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.selection import PACKED_ROWS
 
@@ -95,6 +95,48 @@ def test_weights_of_any_size_are_held_as_halves(factor: float, dtype: torch.dtyp
         assert ((out.double().cpu() - want[:some]).abs().max() / want.abs().max()) < 2e-3
 
 
+@pytest.mark.parametrize("bias", [None, random(40, seed=2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_near_the_largest_half_are_finite_for_any_number_of_rows(
+    dtype: torch.dtype, bias: Tensor | None
+) -> None:
+    """Small weights are held as larger halves, whose sums alone would exceed float16."""
+    weight, x = (
+        (random(40, 64).abs() * 0.01).to(dtype),
+        (random(70, 64, seed=3).abs() * 5e4).clamp(max=6e4).half().cuda(),
+    )
+    matrix, want = made(weight, bias), wanted(x, weight, bias)
+    assert 2.0**14 < want.max() < 65504
+    for rows in (1, 64, 70):
+        for out in (torch.float16, torch.float32):
+            found = matrix.matmul(x[:rows], torch.empty(rows, 40, dtype=out, device="cuda"))
+            assert rms(found, want[:rows]) < 1e-3
+
+
+@pytest.mark.parametrize(("power", "other"), [(-133, 0), (-126, 126), (-110, 60), (115, 0), (126, -20), (126, -133)])
+def test_rows_and_weights_have_the_range_of_bfloat16(power: int, other: int) -> None:
+    few, many = random(40, 64).clamp(-1.9, 1.9), random(70, 64, seed=2).clamp(-1.9, 1.9)
+    for rows, weight in ((2.0**power, 2.0**other), (2.0**other, 2.0**power)):
+        x, held = (many * rows).to(torch.bfloat16), (few * weight).to(torch.bfloat16)
+        want = wanted(x, held)
+        for invariant in (False, True):
+            out = torch.empty(70, 40, dtype=torch.float32, device="cuda")
+            found = made(held).matmul(x.cuda(), out, invariant=invariant).double().cpu()
+            assert (found - want).abs().max() <= 1e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_are_converted_in_little_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows at a time, with the factor of the whole matrix."""
+    monkeypatch.setattr(cuda, "CONVERTED", 1 << 20)
+    weight, x = (random(4098, 4096) * 0.001).to(dtype), random(1, 4096, seed=2).half().cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    matrix = made(weight)
+    assert torch.cuda.max_memory_allocated() - before <= matrix.nbytes + (16 << 20)
+    assert rms(matrix.matmul(x), wanted(x, weight)) < 1e-3
+
+
 def test_bfloat16_weights_keep_their_bits() -> None:
     """A router keeps all, other matrices those of weights that are not far smaller than the largest."""
     weight = (random(32, 128) * 0.02).to(torch.bfloat16)
@@ -152,13 +194,13 @@ def test_several_dimensions_and_no_rows() -> None:
 
 def test_many_rows_that_may_depend_on_one_another_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = made(random(96, 256).half()), random(PACKED_ROWS + 1, 256, seed=2).half().cuda()
-    want, seen, library = wanted(x, random(96, 256).half()), [], torch.mm
+    want, seen, library = wanted(x, random(96, 256).half()), [], torch.addmm
 
-    def watched(rows: Tensor, *given: Any, **named: Any) -> Any:
+    def watched(to: Tensor, rows: Tensor, *given: Any, **named: Any) -> Any:
         seen.append(len(rows))
-        return library(rows, *given, **named)
+        return library(to, rows, *given, **named)
 
-    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(torch, "addmm", watched)
     matrix.matmul(x, invariant=True)
     matrix.matmul(x[:PACKED_ROWS])
     assert not seen

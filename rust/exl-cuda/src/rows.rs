@@ -11,8 +11,7 @@ pub const GEMV_ROWS: usize = 2;
 /// multiplied at a time in the kernels for few: one column tile of a matrix instruction.
 pub const FEW_ROWS: usize = 8;
 
-/// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once. Rows of a
-/// block of float matmuls that are batch-invariant, too.
+/// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once.
 pub const PACKED_ROWS: usize = 64;
 
 /// Rows between 32 and [`PACKED_ROWS`] for which `gemm_batch` on cards with wgmma has kernels, and captured steps have a bucket.

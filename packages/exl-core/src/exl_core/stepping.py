@@ -31,7 +31,7 @@ class SteppingModel(LoadableModel):
     def __init__(self, config: ExLlamaV2Config) -> None:
         super().__init__(config)
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
-        # (arrangement, number of the load, whether all matrices are batch-invariant, `packed_rows`)
+        # (arrangement, number of the load, `packed_rows`)
         self._limits: tuple[list[Module], int, int] | None = None
 
     def _weights_change(self) -> None:
@@ -49,8 +49,8 @@ class SteppingModel(LoadableModel):
     def invariant_tokens(self) -> int | None:
         """Return up to how many tokens the results of a pass do not depend on the number of tokens; None for any.
 
-        On a CPU, and with `exl_kernels.device.set_row_invariant`, there is no limit. On a GPU torch multiplies longer
-        prompts.
+        On a CPU, and with `exl_kernels.device.set_row_invariant`, there is no limit. On a GPU cuBLAS multiplies
+        longer prompts.
         """
         if self.device is None or self.device.type != "cuda":
             return None

@@ -281,6 +281,11 @@ class Card:
         """
         return frozenset(self._native.features)
 
+    @property
+    def takes_float_blocks(self) -> bool:
+        """Whether float matrices allow batch-invariant passes of STEP_ROWS rows, as quantized ones do (`pass_rows`)."""
+        return "wgmma" in self.features
+
     def plan(
         self,
         matrices: Sequence[MatrixShape],
@@ -536,7 +541,7 @@ def pass_rows(whole_blocks: bool) -> int:
     each matrix. Else PACKED_ROWS.
 
     Args:
-        whole_blocks: the plan of BLOCK_ROWS rows of every matrix is a `whole_block`.
+        whole_blocks: for every matrix, the plan of BLOCK_ROWS rows is a `whole_block`, or `Card.takes_float_blocks`.
     """
     return _native.cuda_pass_rows(whole_blocks)
 

@@ -82,9 +82,8 @@ class KernelUse:
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
     kernel: str
-    """A name of `exl_kernels.selection`; "captured", "joined" or "eager" for "way".
+    """A name of `exl_kernels.selection`, "cuBLAS" for float matrices; "captured", "joined" or "eager" for "way".
 
-    "cuBLAS" for many rows of float matrices.
     Several names with commas where layers, or blocks of rows, differ."""
     why: tuple[str, ...]
     """The reasons why no faster kernel runs, one sentence each; empty where no faster kernel exists."""
@@ -176,9 +175,11 @@ class _Model:
         self._packed_rows = packed_rows_of(map(self._takes_blocks, linears), refusals)
 
     def _takes_blocks(self, linear: Linear) -> bool:
-        """Return whether one launch takes BLOCK_ROWS rows, as `CudaQuantMatrix.takes_blocks`."""
-        shape = self.shapes.of(linear)
-        return shape is None or self.card.plan_alone(shape, BLOCK_ROWS, invariant=True).whole_block
+        """Return whether one launch takes BLOCK_ROWS rows, as `QuantMatrix.takes_blocks`."""
+        shape, card = self.shapes.of(linear), self.card
+        if shape is None:
+            return card.takes_float_blocks
+        return card.plan_alone(shape, BLOCK_ROWS, invariant=True).whole_block
 
     def make(self, linears: tuple[Linear, ...], norm: Norm | None, activation: Activation | None) -> ShapedMatmul:
         """Return a matmul of shapes, as `half_matmuls.MakeMatmul`."""

@@ -43,8 +43,8 @@ class ExLlamaV2Lora:
 
     Whole matrices in `modules_to_save` (head, embedding, any projection) replace the model's while the adapter is
     active; the first adapter in the list that replaces a matrix counts. Arithmetic is that of a float matrix: float32
-    on the CPU, half on a GPU. A row's result does not depend on the other rows; on a GPU this does not hold for whole
-    matrices, which torch multiplies as it does the model's own float matrices.
+    on the CPU, half on a GPU. A row's result does not depend on the other rows; on a GPU whole matrices are multiplied
+    as the model's own float matrices are, so for them this does not hold in long passes outside strict mode.
 
     Args:
         model: a loaded model.
@@ -297,9 +297,12 @@ class ExLlamaV2Lora:
         _check_shape(tensors.file, name, weight, (rows, linear.in_features))
         if linear.spec.bias:
             raise AdapterError(f"{tensors.file}: {name}: a matrix with a bias cannot be replaced by an adapter here")
-        prescale = linear.spec.prescale
         self.replacements[linear.key] = QuantMatrix.from_float(
-            weight, prescale=prescale, device=linear.device, name=f"{tensors.file}: {name}"
+            weight,
+            prescale=linear.spec.prescale,
+            device=linear.device,
+            name=f"{tensors.file}: {name}",
+            precise=linear.spec.is_precise,
         )
 
     @staticmethod

@@ -26,7 +26,7 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError
 from ..formats import Exl2Parts, GptqFormat, GptqParts
-from ..selection import BLOCK_ROWS
+from ..selection import BLOCK_ROWS, Card
 from .matrix import Compute, Format, QuantMatrix
 from .planned import KEPT_PLANS
 from .upload import Pack, moved, packed_image, settle
@@ -43,6 +43,12 @@ __all__ = [
 ]
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+CONVERTED = 1 << 24
+"""Weights that are converted to float16 at a time."""
+
+LARGEST_EXPONENT = 126
+"""Largest exponent of a power of two that is, like its reciprocal, a normal float32 number."""
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -342,18 +348,19 @@ class CudaFloatMatrix(_CudaMatrix):
         compute: Compute,
         name: str,
         *,
+        device: torch.device,
         precise: bool = False,
     ) -> None:
         """Internal constructor; use `QuantMatrix.from_float` with a CUDA device."""
-        self._weight, self._scale = _as_halves(weight)
-        self._exact = weight if precise and weight.dtype == torch.bfloat16 else None
+        self._weight, self._scale = _as_halves(weight, device)
+        self._exact = weight.to(device).contiguous() if precise and weight.dtype == torch.bfloat16 else None
         self._bias = bias
         self._prescale = prescale
         self._native_float = _native.CudaFloat(self._weight, bias, scale=self._scale, prescale=prescale)
         self.format: Format = "float"
         self.compute: Compute = compute
         self.name = name
-        self.device = weight.device
+        self.device = device
         self.out_features, self.in_features = weight.shape
         self.bits_per_weight = 16.0
         held = (self._weight, self._exact, bias)
@@ -361,8 +368,8 @@ class CudaFloatMatrix(_CudaMatrix):
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether one launch takes BLOCK_ROWS float16 rows: it takes any number."""
-        return True
+        """Whether passes of BLOCK_ROWS rows are batch-invariant (`selection.Card.takes_float_blocks`)."""
+        return Card.device(self.device.index).takes_float_blocks
 
     def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
@@ -385,17 +392,23 @@ class CudaFloatMatrix(_CudaMatrix):
         return out
 
     def _multiply(self, x: Tensor, multipliers: Tensor | None, out: Tensor) -> None:
-        """Write the result of x [T, K] into out [T, N] in one matmul of torch."""
-        bare = self._bias is None and multipliers is None and self._scale * self._prescale == 1.0
-        if bare and out.dtype == torch.float16:
-            torch.mm(x, self._weight.t(), out=out)  # no temporary result
+        """Write the result of x [T, K] into out [T, N] in one matmul of torch.
+
+        A factor of the weights below 1 applies to its float32 sums, which might exceed float16 without it.
+        """
+        inner = min(self._scale, 1.0) if multipliers is None else 1.0
+        outer = self._scale / inner
+        bare = self._bias is None and multipliers is None and outer * self._prescale == 1.0
+        # No temporary result where nothing follows.
+        product = out if bare and out.dtype == torch.float16 else torch.empty_like(out, dtype=torch.float16)
+        torch.addmm(product, x, self._weight.t(), beta=0.0, alpha=inner, out=product)
+        if product is out:
             return
-        result = torch.mm(x, self._weight.t())
         if not bare:
-            result = result.float().mul_(self._scale if multipliers is None else multipliers.unsqueeze(1) * self._scale)
+            result = product.float().mul_(outer if multipliers is None else multipliers.unsqueeze(1) * outer)
             result = result if self._bias is None else result.add_(self._bias)
-            result = result.mul_(self._prescale)
-        out.copy_(result)
+            product = result.mul_(self._prescale)
+        out.copy_(product)
 
     def matmul_precise(self, x: Tensor) -> Tensor:
         """Multiply x [.., K] to float32 [.., N], summed in float64 and rounded once; for the few columns of a router.
@@ -416,7 +429,7 @@ class CudaFloatMatrix(_CudaMatrix):
     def _stored(self) -> Tensor:
         if self._exact is not None:
             return self._exact
-        return self._weight if self._scale == 1.0 else (self._weight.float() * self._scale).half()
+        return self._weight if self._scale == 1.0 else self._weight.float().mul_(self._scale).half()
 
     @property
     def prescale(self) -> float:
@@ -428,20 +441,36 @@ class CudaFloatMatrix(_CudaMatrix):
         return self._stored().t().to(torch.float16).contiguous()
 
 
-def _as_halves(weight: Tensor) -> tuple[Tensor, float]:
-    """Return float16 values and their factor, a power of two: 1 where the largest weight is from 2^-4 to 2^4."""
+def _as_halves(weight: Tensor, device: torch.device) -> tuple[Tensor, float]:
+    """Return weight [N, K] as float16 on a GPU, and the factor of these values.
+
+    The factor is a power of two: 1 where the largest weight is from 2^-4 to 2^4. Some rows at a time are converted:
+    float32 copies of a whole head would take six times its memory.
+    """
     if weight.dtype == torch.float16:
-        return weight, 1.0
-    largest = float(weight.abs().max())
+        return weight.to(device).contiguous(), 1.0
+    exponent = _exponent_of(weight)
+    halves = torch.empty(weight.shape, dtype=torch.float16, device=device)
+    rows = max(CONVERTED // weight.shape[1], 1)
+    for some, to in zip(torch.split(weight, rows), torch.split(halves, rows), strict=True):
+        there = some.to(device)
+        to.copy_(there.float().mul_(math.ldexp(1.0, -exponent)) if exponent else there)
+    return halves, math.ldexp(1.0, exponent)
+
+
+def _exponent_of(weight: Tensor) -> int:
+    """Return the exponent of the factor of `_as_halves`."""
+    least, most = map(float, weight.aminmax())
+    largest = max(-least, most)
     if largest == 0.0 or 2.0**-4 <= largest < 2.0**4:
-        return weight.half(), 1.0
+        return 0
     _, exponent = math.frexp(largest)  # 2^exponent / 2 <= largest < 2^exponent
-    return torch.ldexp(weight.float(), torch.tensor(-exponent, device=weight.device)).half(), math.ldexp(1.0, exponent)
+    return min(max(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT)
 
 
 def _rows_as_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return bfloat16 rows [T, K] as float16, and the float32 power of two [T] of each row that restores them."""
-    exponents = torch.frexp(x.abs().amax(dim=1).float()).exponent.clamp(-100, 100)
+    exponents = torch.frexp(x.abs().amax(dim=1).float()).exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     return torch.ldexp(x.float(), -exponents.unsqueeze(1)).half(), torch.ldexp(
         torch.ones_like(exponents).float(), exponents
     )
@@ -522,7 +551,7 @@ def float_matrix(
     """Implement `QuantMatrix.from_float` for a GPU."""
     place = require_cuda(device)
     on_gpu = None if bias is None else bias.to(place, torch.float32)
-    made = CudaFloatMatrix(weight.to(place).contiguous(), on_gpu, prescale, compute, name, precise=precise)
+    made = CudaFloatMatrix(weight, on_gpu, prescale, compute, name, device=place, precise=precise)
     settle(place)
     return made
 
