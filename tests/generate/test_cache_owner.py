@@ -261,7 +261,7 @@ def complete(kind: type[Any], generator: Any, prompt: str) -> str:
 
 
 @pytest.mark.covers("generators: page-reuse")
-@pytest.mark.parametrize("write", ["forward", "forward_chunk", "copy_states", "roll_left"])
+@pytest.mark.parametrize("write", ["forward", "forward_chunk", "copy_states", "copy_inside", "roll_left"])
 @pytest.mark.parametrize("kind", [ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator, ExLlamaV2DynamicGenerator])
 def test_a_write_of_the_caller_drops_cached_prefixes(
     fable: tuple[ExLlamaV2, ExLlamaV2Tokenizer], kind: type[Any], write: str
@@ -278,6 +278,8 @@ def test_a_write_of_the_caller_drops_cached_prefixes(
     elif write == "copy_states":
         model.forward(tokenizer.encode(OTHER), others)
         others.copy_states(cache, 0, 16, 0, 16, 0, 1, 0, 1)
+    elif write == "copy_inside":
+        cache.copy_states(cache, 128, 16, 0, 16, 0, 1, 0, 1)
     else:
         cache.roll_left()
     assert complete(kind, generator, TEXT) == expected

@@ -391,6 +391,44 @@ def test_large_headers_are_refused(headers: bytes) -> None:
     run(PATIENT, work)
 
 
+HEAD = b"GET / HTTP/1.1\r\nhost: a\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n"
+
+
+@pytest.mark.parametrize("begin", [HEAD + b"x: ", HEAD, CHUNKED + b"0\r\nx: ", CHUNKED + b"1;x="])
+def test_a_line_without_an_end_is_not_kept(begin: bytes) -> None:
+    """A value, a name, a trailer and the extension of a chunk."""
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in (begin, *[b"y" * 6_000] * 4):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.02)  # the server runs in this loop, and receives the part meanwhile
+        assert code(await reader.read()) == (431, "headers_too_large")
+        writer.close()
+
+    run(PATIENT, work)
+
+
+def test_headers_below_the_limit_and_long_chunks_may_come_in_any_parts() -> None:
+    headers = b"x: " + b"y" * 16_000 + b"\r\n"
+    size = 40_000
+    data = HEAD.replace(b"GET", b"POST") + headers + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    data += b"%x\r\n" % size + b"b" * size + b"\r\n0\r\n\r\n"
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for begin in range(0, len(data), 1_500):
+            writer.write(data[begin : begin + 1_500])
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await reader.read()).endswith(b"\r\n\r\n%d" % size)
+        writer.close()
+
+    run(PATIENT, work)
+
+
 def test_a_target_without_a_path_is_answered_400() -> None:
     """Also after a request that has its answer."""
     bad = b"GET http://a HTTP/1.1\r\nhost: a\r\n\r\n"

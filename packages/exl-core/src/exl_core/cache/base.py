@@ -300,8 +300,7 @@ class ExLlamaV2CacheBase:
         mine, theirs = self.all_tensors(), target.all_tensors()
         if [t.shape[2:] for t in mine] != [t.shape[2:] for t in theirs]:
             raise CacheError("copy_states: the layers, heads or head_dim of the two caches differ")
-        if target is not self:
-            record_contiguous_write(target)
+        record_contiguous_write(target)
         shares_memory = target is self and to_row <= from_row < to_row + to_rows
         overlaps = shares_memory and abs(from_column - to_column) < from_columns
         copies: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}

@@ -6,11 +6,21 @@ cache, overwrites pages that the table still trusts. A generator compares this c
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-__all__ = ["contiguous_writes", "record_contiguous_write"]
+__all__ = ["contiguous_writes", "paged_copies", "record_contiguous_write"]
 
 _counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+
+class _Thread(threading.local):
+    copies_pages = False
+
+
+_thread = _Thread()
 
 
 def contiguous_writes(cache: object) -> int:
@@ -20,4 +30,15 @@ def contiguous_writes(cache: object) -> int:
 
 def record_contiguous_write(cache: object) -> None:
     """Record that the content of `cache` changes other than by a paged pass."""
-    _counts[cache] = _counts.get(cache, 0) + 1
+    if not _thread.copies_pages:
+        _counts[cache] = _counts.get(cache, 0) + 1
+
+
+@contextlib.contextmanager
+def paged_copies() -> Iterator[None]:
+    """Count no copies of this thread: it copies between pages, and its page table knows of the copies."""
+    _thread.copies_pages = True
+    try:
+        yield
+    finally:
+        _thread.copies_pages = False

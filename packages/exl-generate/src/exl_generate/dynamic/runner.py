@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from exl_core import PagedParams
+from exl_core.cache.writes import paged_copies
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
 from exl_generate.errors import NoCandidatesError
 from exl_generate.interrupts import interruptible
@@ -118,7 +119,8 @@ class Runner:
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the K/V of the first `tokens` tokens of a page to another page."""
         size = self._page_size
-        self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
+        with paged_copies():
+            self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
 
     def kind_of(self, chunk: Chunk) -> tuple[object, int]:
         """Return a key, and the most tokens of a pass: chunks of one key may be computed in one pass."""

@@ -78,6 +78,11 @@ def _refusing(error: ServeError) -> Any:
     return app
 
 
+def _headers_too_large() -> ServeError:
+    text = f"the headers have more than {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines: send fewer"
+    return ServeError(431, "invalid_request_error", "headers_too_large", text)
+
+
 def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
     """Return `app` for a client of HTTP/1.0, which knows no chunks: the end of the connection ends a stream."""
 
@@ -166,6 +171,7 @@ class _Guarded(HttpToolsProtocol):
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
         self._header_bytes = self._header_count = 0
+        self._unfinished = 0  # bytes since the parser last reported something
         self._proxied = False
         #: addresses that this connection counts for: its own, or those of a proxy's unanswered requests, in order; None
         #: is that of a request over the limit
@@ -229,14 +235,17 @@ class _Guarded(HttpToolsProtocol):
             return
         if not self._reading and self._timer is None:
             self._arm(self.limits.header_seconds, self._header_deadline)
+        self._unfinished += len(data)
         super().data_received(data)
+        if self._reading and self._unfinished > MAX_HEADER_BYTES:  # the parser keeps a header until its line ends
+            self._refuse(_headers_too_large())
 
     # ---- one message -----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reading, self._in_body = True, False
-        self._header_bytes = self._header_count = self._received = 0
+        self._header_bytes = self._header_count = self._received = self._unfinished = 0
         self._paused = 0.0
         if self._timer is None:  # it begins in one segment with the end of the message before it
             self._arm(self.limits.header_seconds, self._header_deadline)
@@ -247,6 +256,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1
+        self._unfinished = 0
         self._count_header(len(name) + len(value) + 4)
         if not self._in_body:  # a trailer is no header (RFC 9110, section 6.5.1)
             super().on_header(name, value)
@@ -291,6 +301,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
+        self._unfinished = 0
         super().on_body(body)
 
     def take_head(self) -> bytes | None:
@@ -326,9 +337,8 @@ class _Guarded(HttpToolsProtocol):
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > MAX_HEADER_BYTES or self._header_count > MAX_HEADERS:
-            text = f"the headers have more than {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines: send fewer"
-            self._refusal = ServeError(431, "invalid_request_error", "headers_too_large", text)
-            raise ValueError(text)  # ends the parser; `send_400_response` follows
+            self._refusal = _headers_too_large()
+            raise ValueError("too many headers")  # ends the parser; `send_400_response` follows
 
     # ---- deadlines -------------------------------------------------------------------------------------------------
 
