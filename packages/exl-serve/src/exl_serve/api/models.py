@@ -19,7 +19,8 @@ __all__ = ["apply_template", "card_of", "detokenize", "embeddings", "get_model",
 TEMPLATE = {
     name: FIELDS[name]
     for name in (
-        *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "documents", "chat_template"),
+        *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "verbosity"),
+        *("documents", "chat_template"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     )
 }

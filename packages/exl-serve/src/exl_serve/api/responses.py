@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from exl_serve.api.chat import variables_of
+from exl_serve.api.chat import SERVICE_TIER, variables_of
 from exl_serve.api.conversation import Conversation, Prepared, prepare
 from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
@@ -21,7 +21,7 @@ __all__ = ["input_tokens", "no_response", "responses"]
 
 _NAMES = {
     **{"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input"},
-    "reasoning_effort": "reasoning.effort",
+    **{"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"},
 }
 """Fields of chat that errors name, and what they are here."""
 
@@ -89,6 +89,7 @@ async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Aske
     plain, specs = tools_of(tools_as_chat(fields.get("tools")), limits)
     choice, callable_tools = tool_choice_of(tool_choice_as_chat(fields.get("tool_choice")), specs)
     given = dict(fields)
+    given["verbosity"] = asked.verbosity
     if asked.effort is not None:
         given["reasoning_effort"] = asked.effort
     conversation = Conversation(
@@ -126,14 +127,14 @@ def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampli
         "background": False,
         "instructions": fields.get("instructions"),
         "max_output_tokens": fields.get("max_output_tokens"),
-        "max_tool_calls": None,
+        "max_tool_calls": fields.get("max_tool_calls"),
         "parallel_tool_calls": fields.get("parallel_tool_calls", True),
         "previous_response_id": None,
         "reasoning": {"effort": asked.effort, "summary": None},
-        "service_tier": "default",
+        "service_tier": SERVICE_TIER,
         "store": False,
         "temperature": sampling.temperature,
-        "text": {"format": asked.format, "verbosity": "medium"},
+        "text": {"format": asked.format, "verbosity": asked.verbosity},
         "tool_choice": _choice(fields.get("tool_choice", "auto"), choice),
         "tools": [_tool(one) for one in fields.get("tools", [])],
         "top_logprobs": asked.logprobs or 0,

@@ -35,8 +35,25 @@ RESPONSE: tuple[Field, ...] = (
         meaning="most new tokens; absent: the server's `default_max_tokens`, or all that the context leaves",
     ),
     Field("instructions", string(1 << 20), "a text", meaning="the system message"),
-    Field("text", anything, "`format`: `text`, `json_object` or `json_schema`", meaning="the form of the answer"),
-    Field("reasoning", anything, "`effort`", meaning="a variable of the chat template"),
+    Field(
+        "text",
+        anything,
+        "`format`: `text`, `json_object` or `json_schema`; `verbosity`: `low`, `medium`, `high`",
+        meaning="the form of the answer; `verbosity` as chat's field",
+    ),
+    Field(
+        "reasoning",
+        anything,
+        "`effort`; `summary`: `auto`",
+        meaning="`effort` is a variable of the chat template; no summary is made, the answer has the whole reasoning",
+    ),
+    Field(
+        "max_tool_calls",
+        integer(1, 1 << 24),
+        "1 or more",
+        meaning="not used: it limits calls of tools that a server runs, and this one runs none",
+    ),
+    Field("client_metadata", anything, "anything", meaning="not used"),
     Field(
         "truncation",
         one_of("disabled", "auto"),
@@ -67,7 +84,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "prompt": (None,),
     "background": (None, False),
-    "max_tool_calls": (None,),
     "context_management": (None,),
 }
 """Fields that are not offered, with the values that change nothing: nothing is kept or run in the background."""
@@ -85,6 +101,7 @@ class Asked:
     wanted: Constraint | None
     #: as the answer repeats it
     format: dict[str, Any]
+    verbosity: str
     effort: str | None
     logprobs: int | None
 
@@ -101,12 +118,14 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
     for name in ("tools", "tool_choice", "text", "reasoning", "metadata"):  # which the answer repeats
         _check_texts(fields.get(name), name)
     _check_metadata(fields.get("metadata", {}))
+    verbosity = _verbosity(fields.get("text"))
     wanted, shape = _text_format(fields.get("text"), limits)
     other = format_of(fields, limits)
     if wanted is not None and other is not None:
         raise ServeError.invalid(f"{wanted.param} and {other.param} ask for two formats at once: give one", other.param)
     messages, images = _messages(body.get("input"), fields.get("instructions"), limits)
-    return Asked(messages, images, wanted or other, shape, _effort(fields.get("reasoning")), _logprobs(fields))
+    effort = _effort(fields.get("reasoning"))
+    return Asked(messages, images, wanted or other, shape, verbosity, effort, _logprobs(fields))
 
 
 def tools_as_chat(value: Any) -> Any:
@@ -156,13 +175,18 @@ def _check_metadata(value: Any) -> None:
         raise ServeError.invalid("metadata must be an object of strings", "metadata")
 
 
-def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
+def _verbosity(value: Any) -> str:
     if value is None:
-        return None, {"type": "text"}
+        return "medium"
     if not isinstance(value, dict):
         raise ServeError.invalid("text must be an object with a format", "text")
-    if value.get("verbosity") not in (None, "medium"):
-        raise ServeError.unsupported("text.verbosity", "text.verbosity is not offered: leave it out")
+    given = value.get("verbosity")
+    return "medium" if given is None else str(one_of("low", "medium", "high")("text.verbosity", given))
+
+
+def _text_format(value: Mapping[str, Any] | None, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
+    if value is None:
+        return None, {"type": "text"}
     shape = value.get("format")
     if shape is None:
         return None, {"type": "text"}
@@ -194,9 +218,9 @@ def _effort(value: Any) -> str | None:
     if not isinstance(value, dict):
         raise ServeError.invalid("reasoning must be an object with an effort", "reasoning")
     for name in ("summary", "generate_summary"):
-        if value.get(name) is not None:
+        if value.get(name) not in (None, "auto"):
             raise ServeError.unsupported(
-                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is returned whole"
+                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is returned whole; give auto or none"
             )
     effort = value.get("effort")
     if effort is not None and (not isinstance(effort, str) or not 0 < len(effort) <= 64):
