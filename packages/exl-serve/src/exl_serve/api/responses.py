@@ -14,7 +14,8 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Sampling
 from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
-from exl_serve.request.responses import FIELDS, OWN, Asked, asked_of, tool_choice_as_chat, tools_as_chat
+from exl_serve.request.response_tools import ResponseTools, tool_choice_as_chat, tools_as_chat
+from exl_serve.request.responses import FIELDS, OWN, Asked, asked_of
 from exl_serve.stream.responses import Responses
 
 __all__ = ["input_tokens", "no_response", "responses"]
@@ -31,32 +32,42 @@ async def responses(call: Call) -> None:
 
     Raises ServeError for every fault that is known before the first token.
     """
-    fields, asked, conversation = await _read(call, asks=True)
+    fields, asked, tools, conversation = await _read(call, asks=True)
     try:
         prepared = await prepare(call, fields, conversation)
-        await _serve(call, fields, asked, conversation, prepared)
+        head = _head(fields, asked, tools, conversation.choice, prepared.request.sampling)
+        await _serve(call, fields, asked, tools, prepared, head)
     except ServeError as error:
         raise _renamed(error) from None
 
 
 async def _serve(
-    call: Call, fields: Mapping[str, Any], asked: Asked, conversation: Conversation, prepared: Prepared
+    call: Call,
+    fields: Mapping[str, Any],
+    asked: Asked,
+    tools: ResponseTools,
+    prepared: Prepared,
+    head: Mapping[str, Any],
 ) -> None:
-    head = _head(fields, asked, conversation.choice, prepared.request.sampling) | {"model": prepared.target.name}
-    answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
+    answer = Responses(
+        {**head, "model": prepared.target.name},
+        prepared.target.handle.text,
+        logprobs=asked.logprobs is not None,
+        namespaces=tools.namespaces,
+    )
     await serve(
         call,
         prepared.generation,
         answer,
         stream=fields.get("stream", False),
-        images=conversation.images,
+        images=asked.images,
         interval=fields.get("stream_interval", 1),
     )
 
 
 async def input_tokens(call: Call) -> None:
     """Answer the number of tokens of the rendered prompt; nothing is generated."""
-    fields, _, conversation = await _read(call)
+    fields, _, _, conversation = await _read(call)
     if conversation.images:
         param = conversation.images[0].param
         raise ServeError.invalid(f"{param}: images are not counted here", param, "unsupported_modality")
@@ -78,7 +89,7 @@ async def no_response(call: Call) -> None:
     )
 
 
-async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Asked, Conversation]:
+async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Asked, ResponseTools, Conversation]:
     """Read and check the body. `asks`: it asks for an answer, so the content log and traces have the request."""
     body = await call.json(media=True)
     if asks:  # before the checks: a refused request is recorded too
@@ -86,7 +97,11 @@ async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Aske
     fields = read_request(call, body, FIELDS, OWN)
     limits = call.state.config.server.limits
     asked = asked_of(body, fields, limits)
-    plain, specs = tools_of(tools_as_chat(fields.get("tools")), limits)
+    tools = tools_as_chat(fields.get("tools"))
+    try:
+        plain, specs = tools_of(tools.chat, limits, tools.paths)
+    except ServeError as error:
+        raise _renamed(error) from None
     choice, callable_tools = tool_choice_of(tool_choice_as_chat(fields.get("tool_choice")), specs)
     given = dict(fields)
     given["verbosity"] = asked.verbosity
@@ -105,7 +120,7 @@ async def _read(call: Call, *, asks: bool = False) -> tuple[dict[str, Any], Aske
         asked.images,
         truncate=-1 if fields.get("truncation") == "auto" else None,
     )
-    return fields, asked, conversation
+    return fields, asked, tools, conversation
 
 
 def _checked(asked: Asked, limits: Limits) -> list[dict[str, Any]]:
@@ -118,7 +133,9 @@ def _checked(asked: Asked, limits: Limits) -> list[dict[str, Any]]:
     ]
 
 
-def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampling) -> dict[str, Any]:
+def _head(
+    fields: Mapping[str, Any], asked: Asked, tools: ResponseTools, choice: str, sampling: Sampling
+) -> dict[str, Any]:
     """Return the part of the response that is known before its first token."""
     return {
         "id": answer_id("resp_"),
@@ -136,7 +153,7 @@ def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampli
         "temperature": sampling.temperature,
         "text": {"format": asked.format, "verbosity": asked.verbosity},
         "tool_choice": _choice(fields.get("tool_choice", "auto"), choice),
-        "tools": [_tool(one) for one in fields.get("tools", [])],
+        "tools": [_tool(one) for one in tools.shown],
         "top_logprobs": asked.logprobs or 0,
         "top_p": sampling.top_p or 1.0,
         "truncation": fields.get("truncation", "disabled"),
@@ -157,6 +174,8 @@ def _choice(given: Any, choice: str) -> Any:
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given["type"] == "namespace":
+        return dict(given)
     return {"description": None, "parameters": {}, "strict": False} | dict(given)
 
 

@@ -188,8 +188,13 @@ def _calls(value: Any, param: str, limits: Limits) -> list[dict[str, Any]]:
     return found
 
 
-def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
-    """Return the tools in the form of templates, and their specs. Raises ServeError 400."""
+def tools_of(
+    value: Any, limits: Limits, paths: Sequence[str] | None = None
+) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
+    """Return the tools in the form of templates, and their specs.
+
+    `paths`: where each tool is in the request; absent: in the list `tools`. Raises ServeError 400.
+    """
     if value is None:
         return [], ()
     if not isinstance(value, list) or len(value) > limits.max_tools:
@@ -197,7 +202,7 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
     plain: list[dict[str, Any]] = []
     specs: list[ToolSpec] = []
     for at, tool in enumerate(value):
-        param = f"tools[{at}]"
+        param = f"tools[{at}]" if paths is None else paths[at]
         if not isinstance(tool, dict) or tool.get("type", "function") != "function":
             raise ServeError.unsupported(
                 f"{param}.type", f"{param}: tools are functions here; no other type is offered"

@@ -13,6 +13,7 @@ from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_n
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
+from exl_serve.request.response_tools import full_name
 from exl_serve.request.rules import anything, check_kinds, integer, one_of, string
 
 __all__ = [
@@ -23,8 +24,6 @@ __all__ = [
     "RESPONSE",
     "Asked",
     "asked_of",
-    "tool_choice_as_chat",
-    "tools_as_chat",
 ]
 
 RESPONSE: tuple[Field, ...] = (
@@ -126,35 +125,6 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
     messages, images = _messages(body.get("input"), fields.get("instructions"), limits)
     effort = _effort(fields.get("reasoning"))
     return Asked(messages, images, wanted or other, shape, verbosity, effort, _logprobs(fields))
-
-
-def tools_as_chat(value: Any) -> Any:
-    """Return the tools in the form of chat completions. Raises ServeError 400."""
-    if not isinstance(value, list):
-        return value
-    found = []
-    for at, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise ServeError.unsupported(
-                f"tools[{at}].type", f"tools[{at}] is {str(kind)[:64]!r}: tools are functions here, no other is offered"
-            )
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise ServeError.invalid(f"tools[{at}].name must be the function's name", f"tools[{at}].name")
-        check_kinds(tool, f"tools[{at}]", description=str, strict=bool)
-        inner = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
-        found.append({"type": "function", "function": inner})
-    return found
-
-
-def tool_choice_as_chat(value: Any) -> Any:
-    """Return the tool choice in the form of chat completions. Raises ServeError 400."""
-    if isinstance(value, dict) and value.get("type") not in ("function", "allowed_tools"):
-        kind = str(value.get("type"))[:64]
-        raise ServeError.unsupported(
-            "tool_choice.type", f"tool_choice.type {kind!r} is not offered: function or allowed_tools"
-        )
-    return value
 
 
 def _check_texts(value: Any, param: str) -> None:
@@ -306,6 +276,8 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         talk.add({"role": role, "content": content})
     elif kind == "function_call":
         call, name, arguments = (_string(item, key, param) for key in ("call_id", "name", "arguments"))
+        if item.get("namespace") is not None:
+            name = full_name(_string(item, "namespace", param), name)
         talk.call({"id": call, "type": "function", "function": {"name": name, "arguments": arguments}})
     elif kind == "function_call_output":
         call = _string(item, "call_id", param)

@@ -32,11 +32,20 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
 class Responses(Answer):
     """One response: items in sequence, each opened, filled and closed before the next.
 
-    `head` is the part of the response object that is known before the first token, including `id` and `model`.
+    `head` is the part of the response object that is known before the first token, including `id` and `model`;
+    `namespaces` has (namespace, name) by the full name of a function.
     """
 
-    def __init__(self, head: Mapping[str, Any], text: TextCodec, *, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        text: TextCodec,
+        *,
+        logprobs: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
         super().__init__(head, 1, text, logprobs=logprobs)
+        self._namespaces = namespaces or {}
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -105,7 +114,9 @@ class Responses(Answer):
             item["content"][0]["text"] += event.text
             return [*found, self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)]
         if isinstance(event, ToolBegin):
-            return self._begin("function_call", call_id=event.id, name=event.name, arguments="")
+            namespace, name = self._namespaces.get(event.name, (None, event.name))
+            named = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            return self._begin("function_call", call_id=event.id, **named, arguments="")
         if isinstance(event, ToolArgs):
             self._opened["arguments"] += event.text
             return [self._of_item("response.function_call_arguments.delta", delta=event.text)]
