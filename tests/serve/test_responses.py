@@ -333,6 +333,20 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
             "input[0].content[0]",
             "unsupported_modality",
         ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+                    {
+                        "type": "function_call_output",
+                        "call_id": "x",
+                        "output": [{"type": "input_image", "image_url": "data:"}],
+                    },
+                ]
+            },
+            "input[1].output[0]",
+            "unsupported_modality",
+        ),
     ],
 )
 def test_refused_fields_are_named(server: LiveServer, more: dict[str, Any], param: str, code: str) -> None:

@@ -283,7 +283,7 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         call = _string(item, "call_id", param)
         if call not in talk.calls:
             raise _bad(f"{param}.call_id", f"no function_call before it has the call_id {call[:64]!r}")
-        content = content_of(item.get("output"), f"{param}.output", limits)
+        content = content_of(item.get("output"), f"{param}.output", limits, talk.images)
         talk.add({"role": "tool", "tool_call_id": call, "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or []
@@ -292,6 +292,10 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         ):
             raise _bad(f"{param}.content", "a list of parts with a text")
         talk.reasoning += "".join(part["text"] for part in parts)
+    elif kind == "item_reference":
+        raise ServeError.unsupported(
+            f"{param}.type", f"{param}: items are not kept; send each item itself (store: false, in most clients)"
+        )
     else:
         raise ServeError.unsupported(f"{param}.type", f"{param}: items of the type {str(kind)[:64]!r} are not offered")
 
