@@ -54,6 +54,7 @@ async def _serve(
         prepared.target.handle.text,
         logprobs=asked.logprobs is not None,
         namespaces=tools.namespaces,
+        carried=asked.carried,
     )
     await serve(
         call,

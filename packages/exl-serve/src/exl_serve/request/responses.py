@@ -9,6 +9,7 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.request.carried import carried_text
 from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
@@ -60,7 +61,13 @@ RESPONSE: tuple[Field, ...] = (
         meaning="auto: of a conversation that is too long the oldest messages are left out; the header "
         "x-exl-truncated-tokens counts their tokens",
     ),
-    Field("include", anything, "`message.output_text.logprobs`", meaning="what else the answer holds"),
+    Field(
+        "include",
+        anything,
+        "`message.output_text.logprobs`, `reasoning.encrypted_content`",
+        meaning="what else the answer holds; the latter is the text of the reasoning in base64, for clients that send "
+        "back nothing else of it",
+    ),
     Field(
         "top_logprobs",
         integer(0, 20),
@@ -89,6 +96,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OWN = frozenset({"input", "stream_options", *NEUTRAL})
 """Fields that this module reads."""
 LOGPROBS = "message.output_text.logprobs"
+CARRIED = "reasoning.encrypted_content"
+"""Values of `include`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,8 @@ class Asked:
     verbosity: str
     effort: str | None
     logprobs: int | None
+    #: items of reasoning have an `encrypted_content`
+    carried: bool
 
 
 def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits) -> Asked:
@@ -124,7 +135,9 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
         raise ServeError.invalid(f"{wanted.param} and {other.param} ask for two formats at once: give one", other.param)
     messages, images = _messages(body.get("input"), fields.get("instructions"), limits)
     effort = _effort(fields.get("reasoning"))
-    return Asked(messages, images, wanted or other, shape, verbosity, effort, _logprobs(fields))
+    include = _include(fields)
+    logprobs = _logprobs(fields, include)
+    return Asked(messages, images, wanted or other, shape, verbosity, effort, logprobs, CARRIED in include)
 
 
 def _check_texts(value: Any, param: str) -> None:
@@ -198,15 +211,21 @@ def _effort(value: Any) -> str | None:
     return effort
 
 
-def _logprobs(fields: Mapping[str, Any]) -> int | None:
+def _include(fields: Mapping[str, Any]) -> list[str]:
     include = fields.get("include", [])
     if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
         raise ServeError.invalid("include must be a list of strings", "include")
-    other = next((one for one in include if one != LOGPROBS), None)
+    other = next((one for one in include if one not in (LOGPROBS, CARRIED)), None)
     if other is not None:
-        raise ServeError.unsupported("include", f"include: {other[:64]!r} is not offered; there is {LOGPROBS}")
+        raise ServeError.unsupported(
+            "include", f"include: {other[:64]!r} is not offered; there are {LOGPROBS} and {CARRIED}"
+        )
+    return include
+
+
+def _logprobs(fields: Mapping[str, Any], include: list[str]) -> int | None:
     top = fields.get("top_logprobs")
-    if not include:
+    if LOGPROBS not in include:
         if top:
             raise ServeError.invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
         return None
@@ -286,18 +305,24 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         content = content_of(item.get("output"), f"{param}.output", limits, talk.images)
         talk.add({"role": "tool", "tool_call_id": call, "content": content})
     elif kind == "reasoning":
-        parts = item.get("content") or []
-        if not isinstance(parts, list) or not all(
-            isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
-        ):
-            raise _bad(f"{param}.content", "a list of parts with a text")
-        talk.reasoning += "".join(part["text"] for part in parts)
+        talk.reasoning += _reasoning(item, param)
     elif kind == "item_reference":
         raise ServeError.unsupported(
             f"{param}.type", f"{param}: items are not kept; send each item itself (store: false, in most clients)"
         )
     else:
         raise ServeError.unsupported(f"{param}.type", f"{param}: items of the type {str(kind)[:64]!r} are not offered")
+
+
+def _reasoning(item: Mapping[str, Any], param: str) -> str:
+    """Return the text of an item of reasoning, from its content or from what an answer has carried."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise _bad(f"{param}.content", "a list of parts with a text")
+    carried = item.get("encrypted_content")
+    if parts or not isinstance(carried, str):
+        return "".join(part["text"] for part in parts)
+    return carried_text(carried)
 
 
 def _string(item: Mapping[str, Any], key: str, param: str) -> str:

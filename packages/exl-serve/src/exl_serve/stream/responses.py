@@ -7,6 +7,7 @@ from typing import Any
 
 from exl_serve.api.state import TextCodec
 from exl_serve.engine.events import TokenLogprob
+from exl_serve.request.carried import carried
 from exl_serve.stream.chunks import Answer, Choice, sse
 from exl_serve.stream.events import AnswerEvent, Content, Finish, Reasoning, ToolArgs, ToolBegin
 
@@ -33,7 +34,8 @@ class Responses(Answer):
     """One response: items in sequence, each opened, filled and closed before the next.
 
     `head` is the part of the response object that is known before the first token, including `id` and `model`;
-    `namespaces` has (namespace, name) by the full name of a function.
+    `namespaces` has (namespace, name) by the full name of a function; with `carried`, items of reasoning have an
+    `encrypted_content`.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class Responses(Answer):
         *,
         logprobs: bool = False,
         namespaces: Mapping[str, tuple[str, str]] | None = None,
+        carried: bool = False,
     ) -> None:
         super().__init__(head, 1, text, logprobs=logprobs)
-        self._namespaces = namespaces or {}
+        self._namespaces, self._carried = namespaces or {}, carried
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -107,7 +110,8 @@ class Responses(Answer):
         if isinstance(event, Content):
             return self._text_piece(event)
         if isinstance(event, Reasoning):
-            found = [] if self._is_open("reasoning") else self._begin("reasoning", summary=[], content=[])
+            more = {"encrypted_content": None} if self._carried else {}
+            found = [] if self._is_open("reasoning") else self._begin("reasoning", summary=[], content=[], **more)
             item = self._opened
             if not item["content"]:
                 item["content"] = [{"type": "reasoning_text", "text": ""}]
@@ -170,6 +174,8 @@ class Responses(Answer):
         elif item["type"] == "reasoning":
             text = item["content"][0]["text"]
             found.append(self._of_item("response.reasoning_text.done", content_index=0, text=text))
+            if self._carried:
+                item["encrypted_content"] = carried(text)
         else:
             values = {"name": item["name"], "arguments": item["arguments"]}
             found.append(self._of_item("response.function_call_arguments.done", **values))
