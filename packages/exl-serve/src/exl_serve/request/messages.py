@@ -11,6 +11,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import LongUrl, check_depth
 from exl_serve.request.rules import check_kinds
+from exl_serve.request.tool_schemas import followed
 from exl_serve.stream.family import ToolSpec
 
 __all__ = ["ImagePart", "check_results", "content_of", "messages_of", "tool_choice_of", "tools_of"]
@@ -193,7 +194,8 @@ def tools_of(
 ) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
     """Return the tools in the form of templates, and their specs.
 
-    `paths`: where each tool is in the request; absent: in the list `tools`. Raises ServeError 400.
+    The specs of tools that are not strict have the part of their schemas that a grammar can follow. `paths`: where each
+    tool is in the request; absent: in the list `tools`. Raises ServeError 400.
     """
     if value is None:
         return [], ()
@@ -228,12 +230,13 @@ def tools_of(
             )
         if any(spec.name == function["name"] for spec in specs):
             raise ServeError.invalid(f"two tools are called {function['name']!r}", f"{param}.function.name")
+        strict = bool(function.get("strict"))
         specs.append(
             ToolSpec(
                 function["name"],
                 function.get("description") or "",
-                parameters,
-                bool(function.get("strict")),
+                parameters if strict else followed(parameters),
+                strict,
                 f"{param}.function.parameters",
             )
         )

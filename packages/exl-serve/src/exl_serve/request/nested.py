@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from exl_serve.request.response_tools import LEFT_OUT
+from exl_serve.request.tool_schemas import not_followed
 
 __all__ = ["unknown_members"]
 
@@ -79,6 +80,8 @@ def _members(body: Mapping[str, Any]) -> Iterator[str]:
             yield "tool_choice.name"
     for at, tool in enumerate(_listed(body.get("tools"))):
         yield from _of_tool(tool, f"tools[{at}]")
+    for at, function in enumerate(_listed(body.get("functions"))):
+        yield from _of_schema(function, f"functions[{at}]")
     for at, message in enumerate(_listed(body.get("messages"))):
         yield from _of_content(message.get("content"), f"messages[{at}].content")
     for at, item in enumerate(_listed(body.get("input"))):
@@ -111,8 +114,18 @@ def _of_tool(tool: Mapping[str, Any], path: str) -> Iterator[str]:
         yield from _others(tool, path, frozenset({"type", "name", "tools"}))
         for at, one in enumerate(_listed(tool.get("tools"))):
             yield from _of_tool(one, f"{path}.tools[{at}]")
+    elif isinstance(function := tool.get("function"), dict):
+        yield from _others(tool, path, _NESTED)
+        yield from _of_schema(function, f"{path}.function")
     else:
-        yield from _others(tool, path, _NESTED if isinstance(tool.get("function"), dict) else _FLAT)
+        yield from _others(tool, path, _FLAT)
+        yield from _of_schema(tool, path)
+
+
+def _of_schema(function: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield the keywords of a tool's schema that calls need not follow: those of a strict one are errors."""
+    if isinstance(function.get("parameters"), dict) and not function.get("strict"):
+        yield from not_followed(function["parameters"], f"{path}.parameters")
 
 
 def _of_format(value: Any, path: str) -> Iterator[str]:
