@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from exl_serve.config.model import ModelConfig
+from exl_serve.api.auth import Authenticator
+from exl_serve.config.model import Auth, ModelConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -492,3 +494,28 @@ def test_errors_have_the_members_that_clients_match(http: httpx.Client) -> None:
     assert refused.status_code == 400
     assert error["code"] == "context_length_exceeded"
     assert {"message", "type", "param", "code"} == error.keys()
+
+
+def test_sillytavern_finds_models_of_tabbyapi_with_a_key_for_inference(fable: EngineThread, tmp_path: Path) -> None:
+    """SillyTavern asks for the list, then for the loaded model; TabbyAPI wants no key of an admin for that."""
+    key, admin = "exl-" + "k" * 43, "exl-" + "a" * 43
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text(
+        f'[[key]]\nname = "ann"\nkey = "{key}"\nmodels = ["mine"]\n'
+        f'[[key]]\nname = "boss"\nkey = "{admin}"\nscopes = ["admin"]\n'
+    )
+    models = [ModelConfig(id=name, path=fable.card.folder) for name in ("other", "mine")]
+    auth = Authenticator(Auth(key_file=str(file)))
+    live = LiveServer({"mine": fable, "other": fable}, models, None, auth)
+    try:
+        with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as client:
+            for given, seen in ((key, ["mine"]), (admin, ["other", "mine"])):
+                headers = {"x-api-key": given, "authorization": f"Bearer {given}"}
+                listed = client.get("/v1/model/list", headers=headers)
+                assert [one["id"] for one in listed.json()["data"]] == seen
+                assert client.get("/v1/model", headers=headers).json()["id"] == seen[0]
+            assert client.get("/v1/model/list").status_code == 401
+            assert client.post("/v1/model/unload", headers={"x-api-key": key}).status_code == 403
+    finally:
+        live.close()
