@@ -209,7 +209,12 @@ CLIENTS: dict[str, Sent] = {
             "prompt": "def f():",
             "max_tokens": 32,
             "temperature": 0.01,
-            "stop": ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "/src/", "```"],
+            # Of the model, of all languages, and of TypeScript.
+            "stop": [
+                *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>"),
+                *("</code>", "\n\n", "\r\n\r\n", "/src/", "#- coding: utf-8", "```"),
+                *("\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport"),
+            ],
             "stream": True,
         },
     ),
@@ -494,6 +499,18 @@ def test_errors_have_the_members_that_clients_match(http: httpx.Client) -> None:
     assert refused.status_code == 400
     assert error["code"] == "context_length_exceeded"
     assert {"message", "type", "param", "code"} == error.keys()
+
+
+def test_a_stop_string_after_many_others_ends_the_answer(http: httpx.Client) -> None:
+    body = {"messages": [USER], "temperature": 0, "max_tokens": 40}
+    text = post(http, Sent(CHAT, body)).json()["choices"][0]["message"]["content"]
+    word = text.split()[3]
+    others = [f"<|stop {at}|>" for at in range(63)]
+    (choice,) = post(http, Sent(CHAT, body | {"stop": [*others, word]})).json()["choices"]
+    assert choice["message"]["content"] == text[: text.index(word)]
+    assert choice["finish_reason"] == "stop"
+    refused = post(http, Sent(CHAT, body | {"stop": [*others, word, "x"]}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop")
 
 
 def test_sillytavern_finds_models_of_tabbyapi_with_a_key_for_inference(fable: EngineThread, tmp_path: Path) -> None:

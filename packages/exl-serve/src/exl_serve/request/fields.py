@@ -192,8 +192,8 @@ COMMON: tuple[Field, ...] = (
     ),
     Field(
         "stop",
-        strings(16, 256),
-        "at most 16 texts of 256 characters",
+        strings(64, 256),
+        "at most 64 texts of 256 characters",
         ("stop_sequence",),
         meaning="the answer ends before the first of them",
     ),
