@@ -57,7 +57,7 @@ def modelled(streams: int, wait_ms: float, requests: int, one_kind: bool) -> dic
     model = ConstantModel(config)
     taken = PassTimes(model, decoding)
     if one_kind:
-        model.invariant_tokens = lambda loras=(): None  # type: ignore[method-assign]
+        model.invariant_tokens = lambda: None  # type: ignore[method-assign]
     generator = ExLlamaV2DynamicGenerator(
         model,
         ScriptedCache(model, max_seq_len=streams * LONGEST),

@@ -48,15 +48,18 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Recipe:
-    """How matrices are stored: "exl2" with the plan of each part (as for `formats.exl2_groups`), or "gptq" at 4 bits.
+    """How matrices are stored: "exl2" with the plan of each part (as for `formats.exl2_groups`), "gptq" at 4 bits, or
+    "float".
 
     fine_scales: as matrices are that share launches with groups of fewer than 128 rows.
+    dtype: of float matrices, and of the head unless it is None.
     """
 
     name: str
     format: str
     plans: dict[str, str]
     fine_scales: bool = False
+    dtype: torch.dtype | None = None
 
 
 # The first groups of a matrix are one bit wider, gate differs from up: as in the reference's files.
@@ -84,6 +87,9 @@ RECIPES = {
     ),
     "3.0": Recipe("3.0", "exl2", {"": "0.125:4b_128g/0.875:3b_128g"}),
     "gptq4": Recipe("gptq4", "gptq", {}),
+    "gptq4-float-head": Recipe("gptq4-float-head", "gptq", {}, dtype=torch.float16),
+    "fp16": Recipe("fp16", "float", {}, dtype=torch.float16),
+    "bf16": Recipe("bf16", "float", {}, dtype=torch.bfloat16),
 }
 
 
@@ -264,6 +270,10 @@ class _Weights:
     def _made_for(self, linear: Linear, part: str, place: torch.device, n: int) -> QuantMatrix:
         k = linear.in_features
         part = part if part == "head" else part.split(".")[-1] if part.split(".")[0].isdigit() else part
+        if self._recipe.dtype is not None and (self._recipe.format == "float" or part == "head"):
+            weight = torch.randn(n, k, dtype=self._recipe.dtype, device=place).mul_(WEIGHT_STD)
+            bias = torch.zeros(n) if linear.spec.bias else None
+            return QuantMatrix.from_float(weight, bias, prescale=linear.spec.prescale, device=place, name=linear.key)
         made = self._made.get((part, k, n))
         if made is None:
             tensors, format = self._tensors(part, k, n)

@@ -46,7 +46,7 @@ class PassTimes:
         self._compute, self._decoding = model.forward_chunk, decoding
         self._rows, self._seconds = 0, 0.0
         model.forward_chunk = self._pass  # type: ignore[method-assign]
-        model.invariant_tokens = lambda loras=(): INVARIANT_TOKENS  # type: ignore[method-assign]
+        model.invariant_tokens = lambda: INVARIANT_TOKENS  # type: ignore[method-assign]
 
     def _pass(self, input_ids: Tensor, *given: Any, **named: Any) -> Any:
         if named.get("preprocess_only"):

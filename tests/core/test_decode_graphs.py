@@ -586,35 +586,6 @@ def test_captured_steps_of_a_deleted_module_are_dropped(model: ExLlamaV2, monkey
         model.modules[3] = inner
 
 
-def test_batches_of_models_with_float_matrices_stay_as_they_are(
-    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever modules the first look was at: a hook was in, or none of them had such a matrix."""
-    inner, linears = model.modules[3], [SimpleNamespace(loaded_matrix=SimpleNamespace(format="exl2"))]
-    monkeypatch.setattr(ExLlamaV2, "linears", lambda of: linears)
-    cache = ExLlamaV2Cache(model, max_seq_len=16 * PAGE)
-
-    def rows() -> int:
-        assert model.prelaunchable_step(1, cache, params([1] * 4)) is not None
-        step = model.prelaunchable_step(1, cache, params([1] * 3))
-        assert step is not None
-        return len(step.captured.inputs.block_table)
-
-    try:
-        assert rows() == 4
-        linears[0].loaded_matrix.format = "float"
-        model.modules[3] = model.modules[5]
-        assert rows() == 3
-        model.decode.clear()
-        model.modules[3] = Intervention(inner)
-        assert model.prelaunchable_step(1, cache, params([1] * 4)) is None
-        model.modules[3] = inner
-        linears[0].loaded_matrix.format = "exl2"
-        assert rows() == 4
-    finally:
-        model.modules[3] = inner
-
-
 def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:
     """Whenever it was made, and whatever has been captured before it was put in, or back."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]

@@ -54,7 +54,8 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
         assert (None if experts is None else (experts.kernel, experts.why)) == ((kernel, ()) if quantized else None)
         assert shared is not None
         alone = "gemm_batch" if rows > 8 else "gemm_direct"
-        assert shared.kernel == (alone if quantized else "cuBLAS")
+        floats = "gemm_float_tile_64" if rows > 8 else "gemm_float_rows_8"
+        assert shared.kernel == (alone if quantized else floats)
     apart, many = named("gate_proj", MANY), named("experts", MANY)
     assert (None if many is None else many.kernel) == ("experts_dequantized" if quantized else None)
     assert apart is not None
@@ -78,7 +79,7 @@ def test_float_experts_keep_a_model_from_joined_launches(tmp_path: Path) -> None
     }
     assert "q+k+v" not in found
     assert any("chosen by the host: they are float matrices" in why for why in found["q_proj"].why)
-    assert "cuBLAS" in found["up_proj"].kernel, "that of a shared expert is quantized"
+    assert "gemm_float_rows_8" in found["up_proj"].kernel, "that of a shared expert is quantized"
 
 
 def test_a_step_of_many_sequences_and_a_prompt_run_other_kernels(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_step_that_is_not_captured_runs_batch_invariant_kernels_one_by_one(
     path.unlink()
     write_safetensors(path, kept | {"lm_head.weight": torch.zeros(96, 256, dtype=torch.float16)})
     found = uses(ExLlamaV2Config(path.parent))
-    assert found["head", 128].kernel == "cuBLAS"
+    assert found["head", 128].kernel == "gemm_float_tile_64"
     assert [found["gate+up", rows].kernel for rows in (64, 128)] == ["gemm_batch", "gemm_batch"], "a float head"
 
 
@@ -202,7 +203,7 @@ def test_a_half_that_runs_apart_still_multiplies_q_k_and_v_at_once(tmp_path: Pat
     assert (uses["q+k+v", 32].kernel, uses["q+k+v", 32].calls) == ("gemm_batch", (2,))
     assert ("q_proj", 32) not in uses
     assert uses["q_proj", 8].calls == uses["q+k+v", 8].calls == (1,)
-    assert uses["o_proj", 8].kernel == "cuBLAS"
+    assert uses["o_proj", 8].kernel == "gemm_float_rows_8"
 
 
 def test_short_prompts_run_on_packed_weights_where_a_launch_takes_a_block(tmp_path: Path) -> None:

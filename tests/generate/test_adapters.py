@@ -70,7 +70,7 @@ def test_jobs_with_other_adapters_share_no_pass_that_depends_on_its_size(
     generator.enqueue([job("abc", 6, loras=[adapters[i % 2]]) for i in range(6)])
     generator.iterate()
     model: Any = generator.model
-    monkeypatch.setattr(model, "invariant_tokens", lambda loras: alike)
+    monkeypatch.setattr(model, "invariant_tokens", lambda: alike)
     model.calls.clear()
     generator.iterate()
     assert [(batch, q) for batch, q, _ in model.calls] == passes

@@ -46,7 +46,11 @@ COMMON = 80
 """Ids with which all prompts of a case that share their beginning begin."""
 
 
-@pytest.fixture(scope="module", params=["dense", "mixture"])
+CASES = {"dense": 24, "mixture": 24, "float": 8, "float head": 8}
+"""Cases of each model."""
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExLlamaV2:
     folder = FOLDER
     if request.param == "mixture":
@@ -55,6 +59,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         source = write_random_model(folder / "float", {**fields, "max_position_embeddings": 1024})
         quantize_model(source, folder / "quantized", bits=4.0)
         folder = folder / "quantized"
+    elif request.param != "dense":
+        folder = FOLDER.parent / "pylib-4m-fp16"
+        if request.param == "float head":
+            source, folder = folder, tmp_path_factory.mktemp("gptq")
+            quantize_model(source, folder, bits=4.0, format="gptq")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXL_DEVICE", DEVICE)
         made = ExLlamaV2(ExLlamaV2Config(folder))
@@ -106,7 +115,9 @@ def said(
     return [streamed_tokens(results[job]) for job in jobs]
 
 
-@pytest.mark.parametrize("case", range(24))
+@pytest.mark.parametrize(
+    ("model", "case"), [(name, case) for name, count in CASES.items() for case in range(count)], indirect=["model"]
+)
 def test_random_jobs_give_the_same_text_captured_or_not(
     model: ExLlamaV2, case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

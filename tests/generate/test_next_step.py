@@ -210,7 +210,7 @@ def test_prelaunched_steps_mix_adapters_only_where_rows_do_not_depend_on_each_ot
     passes: list[tuple[int, int]] = []  # tokens and adapters of each
 
     class Watched(Repeating):
-        def invariant_tokens(self, loras: Any = ()) -> int | None:
+        def invariant_tokens(self) -> int | None:
             return alike
 
         def forward_chunk(self, input_ids: torch.Tensor, *args: Any, **kw: Any) -> ForwardResult:

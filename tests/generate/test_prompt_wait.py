@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic import prompt_pace, prompt_wait
+from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 from exl_generate.testing import ScriptedLora, ScriptedModel, check_pages, drain, streamed_tokens
@@ -220,7 +221,7 @@ def test_both_prompts_of_a_pair_wait_together(clock: Clock) -> None:
 def test_short_and_long_prompts_wait_for_their_own_kind(clock: Clock) -> None:
     """Short ones share a pass of up to so many tokens, whose results do not depend on its length, as on a GPU."""
     generator = decoding(30)
-    generator.model.invariant_tokens = lambda loras: 12  # type: ignore[assignment, method-assign, misc]
+    generator.model.invariant_tokens = lambda: 12  # type: ignore[method-assign]
     generator.enqueue([asking(30, 21), asking(31, 6)])
     step(generator)
     assert passes(generator) == []
@@ -276,15 +277,15 @@ def test_a_prompt_that_waits_can_be_cancelled(clock: Clock) -> None:
 
 
 @pytest.mark.covers("generators: failing-jobs")
-def test_a_prompt_that_fails_fails_alone(clock: Clock) -> None:
-    generator = decoding()
+def test_a_prompt_that_fails_fails_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, kind_of = decoding(), Runner.kind_of
 
-    def failing(loras: Any) -> int | None:
-        if loras:
+    def failing(self: Runner, chunk: Chunk) -> tuple[object, int]:
+        if chunk.sequence.loras:
             raise MemoryError("no room")
-        return None
+        return kind_of(self, chunk)
 
-    generator.model.invariant_tokens = failing  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(Runner, "kind_of", failing)
     bad, good = asking(30, 20, loras=[ScriptedLora(3)]), asking(31, 20)
     generator.enqueue([bad, good])
     results = generator.iterate()
@@ -415,7 +416,7 @@ def test_waiting_changes_no_token_and_ends_in_time(
 
         def made(seconds: float) -> ExLlamaV2DynamicGenerator:
             one = speculate(drafts, cache_tokens=4096, max_batch_size=batch, prompt_wait_seconds=seconds)
-            one.model.invariant_tokens = lambda loras: kinds  # type: ignore[assignment, method-assign, misc]
+            one.model.invariant_tokens = lambda: kinds  # type: ignore[method-assign]
             return one
 
         generator = made(seconds)

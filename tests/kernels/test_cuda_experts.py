@@ -147,7 +147,7 @@ def test_a_captured_call_reads_what_is_chosen_when_it_runs() -> None:
 
 def float_matrix(hidden: int, experts: int, dtype: torch.dtype = torch.float16, **options: Any) -> CudaFloatMatrix:
     weight = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(experts)) * 0.05
-    made = QuantMatrix.from_float(weight.to(dtype), device="cuda", name="router", **options)
+    made = QuantMatrix.from_float(weight.to(dtype), device="cuda", name="router", precise=True, **options)
     assert isinstance(made, CudaFloatMatrix)
     return made
 

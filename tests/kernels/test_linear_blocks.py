@@ -12,7 +12,6 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.block import BlockNorm, MlpBlock
 from exl_kernels.formats import exl2_quantize
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.norm import rms_norm
 
 HIDDEN, INNER = 96, 160
@@ -44,32 +43,3 @@ def test_joint_matmuls(modes: tuple[str, str], seeds: tuple[int, int], rows: int
         threads.set_num_threads(n)
         assert torch.equal(block.forward(x.clone()), expected)
     threads.set_num_threads(before)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 200])
-def test_float_matrices_of_a_gpu_multiply_padded_blocks_of_one_shape(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch multiplies alike on a CPU, where the shapes that a library gets can be watched."""
-    gen = torch.Generator().manual_seed(rows)
-    weight, bias = torch.randn(24, 40, generator=gen).half(), torch.randn(24, generator=gen)
-    x = torch.randn(rows, 40, generator=gen).half()
-    whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % 64))
-    seen, library = [], torch.mm
-
-    def watched(given: torch.Tensor, *more: Any, **named: Any) -> Any:
-        seen.append(len(given))
-        return library(given, *more, **named)
-
-    for made in (CudaFloatMatrix(weight, None, 1.0, "exact", ""), CudaFloatMatrix(weight, bias, 0.5, "exact", "")):
-        expected = torch.cat([made.matmul(block) for block in torch.split(whole, 64)])[:rows]
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "mm", watched)
-            padded = made.matmul_padded(x)
-            assert all(count in (0, 64) for count in seen)
-            seen.clear()
-            found = made.matmul(x, invariant=True)
-            assert torch.equal(found, expected if rows > 64 else made.matmul(x))
-            assert set(seen) == ({64} if rows > 64 else {rows})
-            seen.clear()
-        assert torch.equal(padded, expected)

@@ -377,11 +377,6 @@ def test_steps_of_few_tokens_are_decode_steps() -> None:
     assert [selection.is_decode_step(tokens) for tokens in (1, most, most + 1)] == [True, True, False]
 
 
-def test_few_rows_of_float_matrices_are_not_padded() -> None:
-    most = selection.PACKED_ROWS
-    assert [selection.pads_float_rows(rows) for rows in (1, most, most + 1)] == [False, False, True]
-
-
 def test_selections_keep_to_the_limits() -> None:
     card, shape = Card.named("3090"), exl2(512)
     kernels = [card.matmul(shape, rows).kernel for rows in (selection.PACKED_ROWS, selection.PACKED_ROWS + 1)]

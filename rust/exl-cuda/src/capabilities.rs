@@ -41,6 +41,7 @@ impl Feature {
             Self::SmallBlocks => "small_blocks",
             Self::TuringBlocks => "turing_blocks",
             Self::MmaPipeline => "mma_pipeline",
+            Self::LaneCopies => "lane_copies",
         }
     }
 
@@ -56,7 +57,7 @@ impl Feature {
             Self::AsyncCopy => "code for sm_80 to sm_89, or for sm_100 or newer",
             Self::SmallBlocks => "a card with less than 128 KiB of shared memory a block",
             Self::TuringBlocks => "a card with 64 KiB of shared memory a block",
-            Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",
+            Self::MmaPipeline | Self::LaneCopies => "asynchronous copies (code for sm_80 or newer)",
         }
     }
 }
@@ -215,7 +216,9 @@ impl Capabilities {
             Feature::Wgmma => self.compute == (9, 0),
             Feature::SmallBlocks => self.shared_per_block < 128 * 1024,
             Feature::TuringBlocks => self.shared_per_block <= 64 * 1024,
-            Feature::BulkCopy | Feature::AsyncCopy | Feature::MmaPipeline => true,
+            Feature::BulkCopy | Feature::AsyncCopy | Feature::MmaPipeline | Feature::LaneCopies => {
+                true
+            }
         };
         on_card && feature.in_code(self.code, self.specific)
     }
@@ -384,6 +387,8 @@ pub(crate) mod tests {
         assert!(["3090", "A100", "5090", "B200"].map(|name| pipelines(name, RELEASE)) == [true; 4]);
         assert!(pipelines("H100", &["80+ptx"]) && pipelines("H100", &["90"]));
         assert!(!pipelines("H100", RELEASE) && !pipelines("2080 Ti", RELEASE));
+        let lanes = |name, archs| card(name, archs).has(Feature::LaneCopies);
+        assert!(lanes("H100", RELEASE) && lanes("3090", RELEASE) && !lanes("2080 Ti", RELEASE));
         assert!(!card("H100", &["80+ptx"]).programmatic() && card("5090", RELEASE).programmatic());
         assert!(CARDS.iter().all(|card| card.with(RELEASE).runs()));
         assert!(Card::named("rtx 4090").is_some() && Card::named("RTX4090").is_some());

@@ -19,6 +19,8 @@ pub enum Feature {
     TuringBlocks,
     /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
     MmaPipeline,
+    /// Copies to shared memory by a warp's lanes, in kernels for every card that has them.
+    LaneCopies,
 }
 
 impl Feature {
@@ -31,6 +33,7 @@ impl Feature {
             Self::SmallBlocks => !(90..100).contains(&code),
             Self::TuringBlocks => code < 80,
             Self::MmaPipeline => code >= 80 && !Self::Wgmma.in_code(code, specific),
+            Self::LaneCopies => code >= 80,
         }
     }
 }
@@ -61,6 +64,8 @@ pub fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::SmallBlocks)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)
+    } else if starts(&["float_tile"]) {
+        Some(Feature::LaneCopies)
     } else {
         None
     }

@@ -53,6 +53,8 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::fields::{MemoryField, lora_entry_fields};
     #[pymodule_export]
+    use crate::cuda::float::CudaFloat;
+    #[pymodule_export]
     use crate::cuda::fused::{
         StepLimits, StepSizes, StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed,
         cuda_layer_norm_packed, cuda_rms_norm_parts, cuda_rope_store,
@@ -91,11 +93,11 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        CudaCard, CudaShape, ExpertsPlan, KernelChoice, RefusedKernel, cuda_cards, cuda_float_rows,
+        CudaCard, CudaShape, ExpertsPlan, KernelChoice, RefusedKernel, cuda_cards,
         cuda_has_fine_scales, cuda_pass_rows, cuda_plan_alone, cuda_plan_fused,
         cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes, cuda_rows_invariant,
-        cuda_runs_packed, cuda_select_adapters, cuda_select_experts, cuda_select_norm,
-        cuda_select_rope_store, cuda_select_sampling,
+        cuda_runs_packed, cuda_select_adapters, cuda_select_experts, cuda_select_float,
+        cuda_select_norm, cuda_select_rope_store, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

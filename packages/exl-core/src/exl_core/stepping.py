@@ -32,7 +32,7 @@ class SteppingModel(LoadableModel):
         super().__init__(config)
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
         # (arrangement, number of the load, whether all matrices are batch-invariant, `packed_rows`)
-        self._limits: tuple[list[Module], int, bool, int] | None = None
+        self._limits: tuple[list[Module], int, int] | None = None
 
     def _weights_change(self) -> None:
         self.decode.clear()  # captured steps read the old weights
@@ -46,34 +46,26 @@ class SteppingModel(LoadableModel):
         """Drop the captured steps with adapters, whose tensors they hold. Called when an adapter is unloaded."""
         self.decode.forget_adapters()
 
-    def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
+    def invariant_tokens(self) -> int | None:
         """Return up to how many tokens the results of a pass do not depend on the number of tokens; None for any.
 
         On a CPU, and with `exl_kernels.device.set_row_invariant`, there is no limit. On a GPU torch multiplies longer
-        prompts, and by every float matrix of the model or of `loras`, except those of routers.
+        prompts.
         """
         if self.device is None or self.device.type != "cuda":
             return None
-        invariant, packed_rows = self._row_limits()
-        if not invariant or any(lora.replacements for lora in loras):
-            return 0
-        return None if row_invariant() else packed_rows
+        return None if row_invariant() else self.packed_rows
 
     @property
     def packed_rows(self) -> int:
         """Most rows of a pass on a GPU that run on packed weights, batch-invariant (`packed_rows_of`)."""
-        return self._row_limits()[1]
-
-    def _row_limits(self) -> tuple[bool, int]:
-        """Return whether few rows of all matrices are batch-invariant on a GPU, and `packed_rows`."""
         found, number = self.arrangement, self.load_count
         if self._limits is None or self._limits[0] is not found or self._limits[1] != number:
-            invariant = all(linear.is_batch_invariant() for linear in self.linears())
             matrices = (linear.loaded_matrix for linear in self.linears())
             blocks = (isinstance(matrix, (QuantMatrix, SplitMatrix)) and matrix.takes_blocks for matrix in matrices)
             refusals = (without_hooks(module).refusal_of_rows(STEP_ROWS) for module in found)
-            self._limits = found, number, invariant, packed_rows_of(blocks, refusals)
-        return self._limits[2:]
+            self._limits = found, number, packed_rows_of(blocks, refusals)
+        return self._limits[2]
 
     def check_peers(self) -> None:
         """Raise DeviceError if a GPU of a tensor parallel model waited in vain for another one in a captured step.

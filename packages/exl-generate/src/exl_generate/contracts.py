@@ -182,8 +182,8 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
     def in_lockstep(self) -> bool:
         """Whether other processes must run the same passes, so that no choice may depend on time."""
 
-    def invariant_tokens(self, loras: Sequence[AdapterT] = ()) -> int | None:
-        """Return the most tokens of a pass whose results are batch-invariant under `loras`; None means any number."""
+    def invariant_tokens(self) -> int | None:
+        """Return the most tokens of a pass whose results are batch-invariant; None means any number."""
 
     def check_peers(self) -> None:
         """Raise an error if logits are NaN because devices of the model lost one another."""

@@ -27,6 +27,7 @@ __all__ = [
     "CudaBuild",
     "CudaCard",
     "CudaExperts",
+    "CudaFloat",
     "CudaLayout",
     "CudaLinearGroup",
     "CudaMatrix",
@@ -90,7 +91,6 @@ __all__ = [
     "cuda_build",
     "cuda_cards",
     "cuda_embed",
-    "cuda_float_rows",
     "cuda_has_fine_scales",
     "cuda_is_decode_step",
     "cuda_kv_transfer",
@@ -122,6 +122,7 @@ __all__ = [
     "cuda_select_adapters",
     "cuda_select_attention",
     "cuda_select_experts",
+    "cuda_select_float",
     "cuda_select_norm",
     "cuda_select_rope_store",
     "cuda_select_sampling",
@@ -495,6 +496,35 @@ class CudaExperts:
     def width(self, /) -> int:
         """
         Features between gate, up and down.
+        """
+
+@final
+class CudaFloat:
+    """
+    A float matrix on a GPU: y = (x @ weight^T * scale + bias) * prescale.
+    """
+    def __new__(cls, /, weight: Tensor, bias: Tensor | None, *, scale: float, prescale: float) -> CudaFloat:
+        """
+        weight: float16 [out, in]; bias: float32 [out].
+        """
+    def matmul(
+        self,
+        /,
+        x: Tensor,
+        out: Tensor,
+        launch: Launch,
+        *,
+        multipliers: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """
+        Multiply x [m, in] float16 into out [m, out] float16, bfloat16 or float32. A row's result does not depend on the other rows.
+
+        multipliers: float32 [m], by which sums are multiplied before the bias is added. scratch: uint8 of `scratch_bytes`, if there are any.
+        """
+    def scratch_bytes(self, /, x: Tensor) -> int:
+        """
+        Bytes of scratch memory of a call with x.
         """
 
 @final
@@ -1863,12 +1893,6 @@ def cuda_embed(table: Tensor, *, ids: Tensor, out: Tensor, factor: float, launch
     Write table[ids] * factor into out [T, width] float16 or float32.
     """
 
-def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
-    """
-    Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
-    fill up.
-    """
-
 def cuda_has_fine_scales(q_groups: Sequence[int], words: int) -> bool:
     """
     Whether the GPU's layout of an EXL2 matrix stores a scale for every 32 rows because some groups are smaller than 128 rows. False for
@@ -2064,6 +2088,11 @@ def cuda_select_experts(
 ) -> ExpertsPlan:
     """
     How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not.
+    """
+
+def cuda_select_float(card: CudaCard, rows: int, *, in_features: int, out_features: int) -> str:
+    """
+    The kernel of `rows` batch-invariant float16 rows of a float matrix, aligned to 16 bytes like them.
     """
 
 def cuda_select_norm(operation: str, width: int, *, float32: bool = False, columns: int | None = None) -> KernelChoice:

@@ -173,7 +173,7 @@ def row_invariant() -> bool:
 
 
 def rows_are_invariant(rows: int, *, invariant: bool | None = None) -> bool:
-    """Return whether a quantized matmul of so many rows on a GPU is batch-invariant: few rows always are.
+    """Return whether a matmul of so many rows on a GPU is batch-invariant: few rows always are.
 
     Args:
         rows: number of rows.
@@ -183,12 +183,11 @@ def rows_are_invariant(rows: int, *, invariant: bool | None = None) -> bool:
 
 
 def set_row_invariant(enabled: bool) -> None:
-    """Make quantized matmuls of more than 64 rows on a GPU batch-invariant if `enabled`, or not (the default).
+    """Make matmuls of more than 64 rows on a GPU batch-invariant if `enabled`, or not (the default).
 
     `EXL_ROW_INVARIANT=1` does the same. Calls that pass `invariant` decide for themselves. Off: cuBLAS multiplies many
     rows fast, with sums that depend on the number of rows. On: the kernels for few rows take 64 or 128 rows at a time,
-    so a prompt's logits depend neither on its chunks nor on cached pages. docs/performance.md has the cost. Float
-    matrices are multiplied by cuBLAS 64 rows at a time, too, but a call of fewer rows may differ in the last bits.
+    so a prompt's logits depend neither on its chunks nor on cached pages. docs/performance.md has the cost.
     """
     global _row_invariant
     _row_invariant = bool(enabled)

@@ -46,7 +46,6 @@ __all__ = [
     "is_decode_step",
     "known_cards",
     "norm_kernel",
-    "pads_float_rows",
     "pass_rows",
     "refusal_of_adapted_rows",
     "refusal_of_adapted_shapes",
@@ -314,6 +313,16 @@ class Card:
     def plan_alone(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> _native.MatmulPlan:
         """Return the plan of a launch that multiplies `rows` float16 rows by `matrix`, `invariant` or not."""
         return _native.cuda_plan_alone(self._native, matrix._native, rows, invariant=invariant)
+
+    def float_matmul(self, rows: int, *, in_features: int, out_features: int) -> str:
+        """Return the kernel that multiplies batch-invariant float16 rows by a float matrix.
+
+        Args:
+            rows: number of rows.
+            in_features: inputs of the matrix.
+            out_features: its outputs.
+        """
+        return _native.cuda_select_float(self._native, rows, in_features=in_features, out_features=out_features)
 
     def plan_router(
         self,
@@ -588,11 +597,3 @@ def is_decode_step(tokens: int) -> bool:
     wider rows, and pack its results as the input of a matmul.
     """
     return _native.cuda_is_decode_step(tokens)
-
-
-def pads_float_rows(rows: int) -> bool:
-    """Return whether batch-invariant matmuls of `rows` rows by float matrices run in blocks of one size, with padding.
-
-    torch's results of fewer rows may change with the number of rows.
-    """
-    return _native.cuda_float_rows(rows, invariant=True) < rows

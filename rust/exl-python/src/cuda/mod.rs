@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod fields;
+pub mod float;
 pub mod fused;
 pub mod limits;
 pub mod linear;

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import DECODE_TOKENS, is_decode_step, pads_float_rows
+from exl_kernels.selection import DECODE_TOKENS, is_decode_step
 from exl_kernels.staging import StepLimits
 
 from ..errors import DeviceError
@@ -112,7 +112,6 @@ class DecodeGraphs:
         self._prompts: ShardedPrompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
         self._refused: str | None = None
-        self._exact_batch = False
         self._sets = AdapterSets()
         self._recording = False
         self._stored = PromptBuckets()
@@ -139,10 +138,6 @@ class DecodeGraphs:
             if self._modules != modules:
                 self.clear()
                 self._modules = modules
-            if refused is None:
-                # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
-                # no padding (`pads_float_rows`).
-                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         why = refusal_of_settings(model.config) or self._refused
         if step and why is not None:
@@ -213,10 +208,8 @@ class DecodeGraphs:
     def _bucket_of(self, call: StepCall, longest: int) -> Bucket | str:
         """Return the bucket that covers a call, or the reason why there is none. A prompt is counted."""
         decodes = call.output_tokens == "all"
-        if self._exact_batch and not decodes:
-            return "prompts of a model with float matrices are not captured"
         batch, size = call.params.batch_size, call.params.page_size
-        rows, places = batch if call.whole else self.padded(batch, call.q_len), call.cache.max_seq_len // size
+        rows, places = batch if call.whole else padded_rows(batch, call.q_len), call.cache.max_seq_len // size
         sizes = Bucket(rows, call.q_len, _padded_pages(-(-longest // size), places), size)
         if decodes:
             return sizes
@@ -327,11 +320,6 @@ class DecodeGraphs:
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
             self._recorder.drop_pools()
-
-    def padded(self, batch: int, q_len: int) -> int:
-        """Return the rows of the bucket of a step of `batch` rows of few tokens. Ask `refusal` before."""
-        exact = self._exact_batch and not pads_float_rows(batch * q_len)
-        return batch if exact else padded_rows(batch, q_len)
 
     def _refusal_of_shards(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket have no launches on the devices of a sharded model, or None."""
@@ -474,7 +462,7 @@ class LoadedFacts:
 
     def rows_of(self, batch: int, q_len: int) -> int:
         """See `ModelFacts`."""
-        return self._graphs.padded(batch, q_len) * q_len
+        return padded_rows(batch, q_len) * q_len
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """See `ModelFacts`."""

@@ -82,7 +82,9 @@ class KernelUse:
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
     kernel: str
-    """A name of `exl_kernels.selection`; "cuBLAS" for float matrices; "captured", "joined" or "eager" for "way".
+    """A name of `exl_kernels.selection`; "captured", "joined" or "eager" for "way".
+
+    "cuBLAS" for many rows of float matrices.
     Several names with commas where layers, or blocks of rows, differ."""
     why: tuple[str, ...]
     """The reasons why no faster kernel runs, one sentence each; empty where no faster kernel exists."""
@@ -176,7 +178,7 @@ class _Model:
     def _takes_blocks(self, linear: Linear) -> bool:
         """Return whether one launch takes BLOCK_ROWS rows, as `CudaQuantMatrix.takes_blocks`."""
         shape = self.shapes.of(linear)
-        return shape is not None and self.card.plan_alone(shape, BLOCK_ROWS, invariant=True).whole_block
+        return shape is None or self.card.plan_alone(shape, BLOCK_ROWS, invariant=True).whole_block
 
     def make(self, linears: tuple[Linear, ...], norm: Norm | None, activation: Activation | None) -> ShapedMatmul:
         """Return a matmul of shapes, as `half_matmuls.MakeMatmul`."""
@@ -576,10 +578,12 @@ class _Uses:
     def _alone(self, operation: str, linear: Linear, rows: int, why: Iterable[str] = ()) -> None:
         """Add a call of `QuantMatrix.matmul`: a launch for each block of its rows."""
         shape, card = self._model.shapes.of(linear), self._model.card
-        if shape is None:
-            self._add(operation, "cuBLAS", ["the matrix is not quantized"])
-            return
         invariant = rows_are_invariant(rows, invariant=self._way.invariant)
+        if shape is None:
+            sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+            kernel = card.float_matmul(rows, **sizes) if invariant else "cuBLAS"
+            self._add(operation, kernel, ["the matrix is not quantized"])
+            return
         plan = card.plan_alone(shape, rows, invariant=invariant)
         if plan.dequantizes:
             self._add(operation, plan.kernel, (*why, self._model.many_rows()))

@@ -59,13 +59,6 @@ class Linear:
         """Return whether the loaded matrix is EXL2 or GPTQ."""
         return self.loaded_matrix.format != "float"
 
-    def is_batch_invariant(self) -> bool:
-        """Return whether few rows on a GPU have results that do not depend on their number.
-
-        Those of quantized matrices, and of float ones that are multiplied by `forward_precise`.
-        """
-        return self.is_quant() or self.spec.is_precise
-
     @property
     def loaded_matrix(self) -> QuantMatrix | ShardedMatrix:
         """The loaded matrix, sharded over devices or not. Raises ModelStateError before load()."""

@@ -378,6 +378,7 @@ def _load_float(
         compute=options.compute,
         device=options.device,
         name=name,
+        precise=spec.is_precise,
     )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
 
 from ..device import activation_dtype
@@ -20,7 +19,6 @@ class LoraPair:
     def __init__(
         self, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device, name: str
     ) -> None:
-        a, b = _for_device(a, device), _for_device(b, device)
         self.a = QuantMatrix.from_float(a, device=device, name=f"{name}.lora_A")
         self.b = QuantMatrix.from_float(b, bias, prescale=scaling, device=device, name=f"{name}.lora_B")
         self.rank = a.shape[0]
@@ -43,7 +41,7 @@ class LoraPair:
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, in] -> [T, out], of x's type."""
-        return _multiply(self.b, _multiply(self.a, x))
+        return self.b.matmul(self.a.matmul(x, invariant=True), invariant=True)
 
     def add_to(self, x: Tensor, y: Tensor, *, invariant: bool | None = None) -> None:
         """Add the result for x [T, in] to y [T, out]; `invariant` as for `QuantMatrix.matmul`."""
@@ -74,9 +72,7 @@ class EmbeddingPair:
 
     def __init__(self, a: Tensor, b: Tensor, scaling: float, device: torch.device, name: str) -> None:
         self.table = a.t().contiguous().to(device)
-        self.b = QuantMatrix.from_float(
-            _for_device(b, device), prescale=scaling, device=device, name=f"{name}.lora_embedding_B"
-        )
+        self.b = QuantMatrix.from_float(b, prescale=scaling, device=device, name=f"{name}.lora_embedding_B")
         self.rank = a.shape[0]
 
     @property
@@ -86,20 +82,5 @@ class EmbeddingPair:
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids int64 [T] -> [T, hidden]."""
-        return _multiply(self.b, self.table[ids].to(activation_dtype(self.table.device)))
-
-
-def _for_device(weight: Tensor, device: torch.device) -> Tensor:
-    """Convert bfloat16 to half on a GPU, where activations are halves, unless that overflows.
-
-    Otherwise it would be converted at every step.
-    """
-    if device.type == "cuda" and weight.dtype == torch.bfloat16:
-        half = weight.half()
-        return half if bool(torch.isfinite(half).all()) else weight
-    return weight
-
-
-def _multiply(matrix: QuantMatrix, x: Tensor) -> Tensor:
-    """Compute matrix.matmul(x) so that a row's result depends on that row alone, also where cuBLAS multiplies."""
-    return matrix.matmul_padded(x) if isinstance(matrix, CudaFloatMatrix) else matrix.matmul(x)
+        x = self.table[ids].to(activation_dtype(self.table.device))
+        return self.b.matmul(x, invariant=True)

@@ -129,7 +129,7 @@ class Runner:
             or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX)
         ):
             return chunk, len(chunk)  # by itself
-        alike = self._model.invariant_tokens(loras)
+        alike = self._model.invariant_tokens()
         if alike is None or len(chunk) > alike:
             return (loras, "any"), sys.maxsize
         return (loras, "alike"), alike
@@ -199,7 +199,7 @@ class Runner:
         """
         if len({sequence.loras for sequence in sequences}) == 1:
             return True
-        alike = self._model.invariant_tokens(())
+        alike = self._model.invariant_tokens()
         return alike is None or tokens <= alike
 
     def _evaluate(self, kind: _Kind, group: list[Window], keep: bool) -> None:

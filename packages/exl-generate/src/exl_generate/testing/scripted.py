@@ -152,7 +152,7 @@ class ModelBase:
         self._digest = self._digest or secrets.token_bytes(16)
         return self._digest
 
-    def invariant_tokens(self, loras: Any = ()) -> int | None:
+    def invariant_tokens(self) -> int | None:
         """Return None: tokens of a pass never depend on each other."""
         return None
 

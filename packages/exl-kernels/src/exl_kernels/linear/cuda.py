@@ -14,6 +14,7 @@ allocates the memory that the plan lists and launches the kernel.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from .. import _native
 from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
-from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
+from ..errors import DTypeError, FormatError, ShapeError
 from ..formats import Exl2Parts, GptqFormat, GptqParts
 from ..selection import BLOCK_ROWS
 from .matrix import Compute, Format, QuantMatrix
@@ -322,27 +323,46 @@ class CudaQuantMatrix(_CudaMatrix):
 
 
 class CudaFloatMatrix(_CudaMatrix):
-    """A float matrix on a GPU, multiplied by torch, which picks its kernel, and so its order of sums, by shape.
+    """A float matrix on a GPU, in halves.
 
-    A row's result may depend on the number of rows in the call. With `invariant`, calls of more than PACKED_ROWS rows
-    multiply PACKED_ROWS at a time: a row's result is then the same in every
-    such call, and bitwise that of a call of PACKED_ROWS rows. `_native.cuda_float_rows` decides.
+    Few rows, and with `invariant` any number of rows, run on kernels of one order of sums: a row's result is bitwise
+    the same with any other rows. More rows are multiplied by torch, which picks its kernel by their number.
+
+    bfloat16 and float32 weights become halves times a power of two of the matrix. A bfloat16 weight keeps all its bits
+    if it is at least 2^-13 of the largest; smaller ones, and float32 weights, are rounded.
     """
 
-    __slots__ = ("_bias", "_prescale", "_weight")
+    __slots__ = ("_bias", "_exact", "_native_float", "_prescale", "_scale", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, prescale: float, compute: Compute, name: str) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        prescale: float,
+        compute: Compute,
+        name: str,
+        *,
+        precise: bool = False,
+    ) -> None:
         """Internal constructor; use `QuantMatrix.from_float` with a CUDA device."""
-        self._weight = weight
+        self._weight, self._scale = _as_halves(weight)
+        self._exact = weight if precise and weight.dtype == torch.bfloat16 else None
         self._bias = bias
         self._prescale = prescale
+        self._native_float = _native.CudaFloat(self._weight, bias, scale=self._scale, prescale=prescale)
         self.format: Format = "float"
         self.compute: Compute = compute
         self.name = name
         self.device = weight.device
         self.out_features, self.in_features = weight.shape
-        self.bits_per_weight = 8.0 * weight.element_size()
-        self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.bits_per_weight = 16.0
+        held = (self._weight, self._exact, bias)
+        self.nbytes: int = sum(part.nbytes for part in held if part is not None)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether one launch takes BLOCK_ROWS float16 rows: it takes any number."""
+        return True
 
     def matmul(self, x: Tensor, out: Tensor | None = None, *, invariant: bool | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
@@ -351,49 +371,28 @@ class CudaFloatMatrix(_CudaMatrix):
             ShapeError, DTypeError: wrong size, type or device.
         """
         out = self._output(x, out)
-        columns, features = self._weight.shape
-        flat, to = x.reshape(-1, features), out.view(-1, columns)
-        weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
-        invariant = row_invariant() if invariant is None else invariant
-        self._multiply_blocks(flat, weight, to, _native.cuda_float_rows(len(flat), invariant=invariant))
+        flat = x.reshape(-1, self.in_features)
+        if len(flat) == 0:
+            return out
+        halves, multipliers = (flat.contiguous(), None) if flat.dtype == torch.float16 else _rows_as_halves(flat)
+        if not rows_are_invariant(len(flat), invariant=invariant):
+            self._multiply(halves, multipliers, out.view(-1, self.out_features))
+            return out
+        size = self._native_float.scratch_bytes(halves)
+        scratch = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
+        launch = launch_of(stream_of(halves))
+        self._native_float.matmul(halves, out, launch, multipliers=multipliers, scratch=scratch)
         return out
 
-    def matmul_padded(self, x: Tensor) -> Tensor:
-        """Multiply x [T, K] in blocks of one shape, the last one padded: a row's result depends on that row alone.
-
-        Raises:
-            ShapeError, DTypeError: as for `matmul`.
-        """
-        count, rows = len(x), _native.cuda_float_rows(len(x), invariant=True, padded=True)
-        if count % rows:
-            x = torch.nn.functional.pad(x, (0, 0, 0, -count % rows))
-        out = self._output(x, None)
-        weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
-        self._multiply_blocks(x, weight, out, rows)
-        return out[:count]
-
-    def _multiply_blocks(self, x: Tensor, weight: Tensor, out: Tensor, rows: int) -> None:
-        """Compute `_multiply` of so many rows at a time; the last block is padded to that shape with zeros."""
-        if len(x) in (0, rows):
-            self._multiply(x, weight, out)
+    def _multiply(self, x: Tensor, multipliers: Tensor | None, out: Tensor) -> None:
+        """Write the result of x [T, K] into out [T, N] in one matmul of torch."""
+        bare = self._bias is None and multipliers is None and self._scale * self._prescale == 1.0
+        if bare and out.dtype == torch.float16:
+            torch.mm(x, self._weight.t(), out=out)  # no temporary result
             return
-        for some, to in zip(torch.split(x, rows), torch.split(out, rows), strict=True):
-            missing = rows - len(some)
-            block = torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
-            self._multiply(block, weight, to)
-
-    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Write (x [T, K] @ W + bias) * prescale into out [T or fewer, N], in one matmul of torch of all T rows.
-
-        weight: [N, K], the stored one, or its float32 values where x has another type.
-        """
-        bare = self._bias is None and self._prescale == 1.0
-        if bare and x.dtype == weight.dtype == out.dtype and len(x) == len(out):
-            torch.mm(x, weight.t(), out=out)  # no temporary result
-            return
-        result = torch.mm(x.to(weight.dtype), weight.t())[: len(out)]
+        result = torch.mm(x, self._weight.t())
         if not bare:
-            result = result.float()
+            result = result.float().mul_(self._scale if multipliers is None else multipliers.unsqueeze(1) * self._scale)
             result = result if self._bias is None else result.add_(self._bias)
             result = result.mul_(self._prescale)
         out.copy_(result)
@@ -405,14 +404,19 @@ class CudaFloatMatrix(_CudaMatrix):
         of rows. Larger sums may differ in the last bit where the rounding of float64 coincides with that of float32.
         """
         self._output(x, None)
-        result = torch.nn.functional.linear(x.double(), self._weight.double())
+        result = torch.nn.functional.linear(x.double(), self._stored().double())
         if self._bias is not None:
             result += self._bias
         return (result * self._prescale).float()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight [N, K] as stored, float16 or bfloat16, and the bias float32 [N] or None."""
-        return self._weight, self._bias
+        """Return the weight [N, K], of a `precise` bfloat16 matrix as given and else float16, and the bias or None."""
+        return self._stored(), self._bias
+
+    def _stored(self) -> Tensor:
+        if self._exact is not None:
+            return self._exact
+        return self._weight if self._scale == 1.0 else (self._weight.float() * self._scale).half()
 
     @property
     def prescale(self) -> float:
@@ -421,7 +425,26 @@ class CudaFloatMatrix(_CudaMatrix):
 
     def dequantize(self) -> Tensor:
         """Return the transposed weight [K, N], rounded to float16."""
-        return self._weight.t().to(torch.float16).contiguous()
+        return self._stored().t().to(torch.float16).contiguous()
+
+
+def _as_halves(weight: Tensor) -> tuple[Tensor, float]:
+    """Return float16 values and their factor, a power of two: 1 where the largest weight is from 2^-4 to 2^4."""
+    if weight.dtype == torch.float16:
+        return weight, 1.0
+    largest = float(weight.abs().max())
+    if largest == 0.0 or 2.0**-4 <= largest < 2.0**4:
+        return weight.half(), 1.0
+    _, exponent = math.frexp(largest)  # 2^exponent / 2 <= largest < 2^exponent
+    return torch.ldexp(weight.float(), torch.tensor(-exponent, device=weight.device)).half(), math.ldexp(1.0, exponent)
+
+
+def _rows_as_halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bfloat16 rows [T, K] as float16, and the float32 power of two [T] of each row that restores them."""
+    exponents = torch.frexp(x.abs().amax(dim=1).float()).exponent.clamp(-100, 100)
+    return torch.ldexp(x.float(), -exponents.unsqueeze(1)).half(), torch.ldexp(
+        torch.ones_like(exponents).float(), exponents
+    )
 
 
 def exl2_matrix(
@@ -494,22 +517,14 @@ def float_matrix(
     compute: Compute,
     device: torch.device | str,
     name: str,
+    precise: bool,
 ) -> CudaFloatMatrix:
-    """Implement `QuantMatrix.from_float` for a GPU.
-
-    float32 weights become float16; UnsupportedError where that overflows.
-    """
+    """Implement `QuantMatrix.from_float` for a GPU."""
     place = require_cuda(device)
-    if weight.dtype == torch.float32:
-        half = weight.to(torch.float16)
-        if not bool(torch.isfinite(half).all()):
-            raise UnsupportedError(
-                f"{name or 'matrix'}: float32 weights beyond the range of float16 (largest "
-                f"{float(weight.abs().max()):.3g}): convert them to bfloat16 first"
-            )
-        weight = half
-    moved = None if bias is None else bias.to(place, torch.float32)
-    return CudaFloatMatrix(weight.to(place).contiguous(), moved, prescale, compute, name)
+    on_gpu = None if bias is None else bias.to(place, torch.float32)
+    made = CudaFloatMatrix(weight.to(place).contiguous(), on_gpu, prescale, compute, name, precise=precise)
+    settle(place)
+    return made
 
 
 def _bits(parts: Iterable[Tensor], layout: _native.CudaLayout) -> float:

@@ -195,8 +195,9 @@ class QuantMatrix:
         compute: Compute = "int8",
         device: torch.device | str = "cpu",
         name: str = "",
+        precise: bool = False,
     ) -> QuantMatrix:
-        """Copy a float matrix, kept in its dtype and computed exactly.
+        """Copy a float matrix, on the CPU kept in its dtype and computed exactly, on a GPU in float16.
 
         Args:
             weight: [out, in] in float16, bfloat16 or float32.
@@ -205,10 +206,11 @@ class QuantMatrix:
             compute: kept for information.
             device: "cpu" or a CUDA device.
             name: name of the matrix in messages.
+            precise: keep bfloat16 weights on a GPU, too, for `linear.cuda.CudaFloatMatrix.matmul_precise`.
 
         Raises:
             FormatError: weight or bias has a wrong shape or dtype, or the bias is not finite.
-            UnsupportedError: an option is unknown, or float32 weights exceed float16 on a GPU.
+            UnsupportedError: an option is unknown.
             DeviceError: CUDA cannot be used.
         """
         _check_options("from_float", compute, device, prescale)
@@ -221,7 +223,9 @@ class QuantMatrix:
         if torch.device(device).type == "cuda":
             from .cuda import float_matrix
 
-            return float_matrix(weight, bias=bias, prescale=prescale, compute=compute, device=device, name=name)
+            return float_matrix(
+                weight, bias=bias, prescale=prescale, compute=compute, device=device, name=name, precise=precise
+            )
         native = _native.Matrix.from_float(_on_cpu(weight, label).contiguous(), bias, prescale)
         return cls(native, "float", compute, name)
 

@@ -16,7 +16,7 @@ import zmq
 from exl_serve.engine import wire
 from exl_serve.engine.admission import SPARE_JOBS, queue_full, queue_limit
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
-from exl_serve.engine.events import EngineEvent, Failed, Finished
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started
 from exl_serve.engine.status import HalfWrittenError, StatusReader
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
@@ -73,6 +73,8 @@ class LocalEngine:
         self._socket.connect(address)
         self._tags = itertools.count(1)
         self._running: dict[int, _Running] = {}
+        #: tags of running requests of which no token has come
+        self._unheard: set[int] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._waiting: dict[int, tuple[Sink, tuple[int, ...]]] = {}
         #: of each Hello, in order: the engine answers each with one Welcome
@@ -288,10 +290,23 @@ class LocalEngine:
             except wire.WireError as error:
                 log.error("the engine sent %s", error)
 
+    def _first_tokens_first(self, message: wire.StepEvents) -> list[tuple[int, EngineEvent]]:
+        """Return a step's events, first those of requests that have had no token.
+
+        Answers are written in this order. A client that waits for its first token does not wait until the step's tokens
+        of all others have been written.
+        """
+        found = list(message.all())
+        if unheard := self._unheard:
+            found.sort(key=lambda one: one[0] not in unheard)
+            heard = {tag for tag, event in found if not isinstance(event, Started | Progress)}
+            self._unheard = (unheard - heard) & self._running.keys()
+        return found
+
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.StepEvents):
             running = self._running
-            for tag, event in message.all():
+            for tag, event in self._first_tokens_first(message):
                 one = running.get(tag)
                 if one is None:
                     continue
@@ -323,6 +338,7 @@ class LocalEngine:
             running_one = _Running(self, message.tag, *waiting)
             # Here, not when the waiting task runs: events may follow in the same batch of messages.
             self._running[message.tag] = running_one
+            self._unheard.add(message.tag)
             answer.set_result(running_one)
         elif answer is not None and not answer.done():
             if isinstance(message, wire.Rejected):

@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod few;
+pub mod float;
 pub mod lora;
 pub mod ring;
 pub mod select;
@@ -190,6 +191,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .map(str::to_owned)
             .to_vec(),
         "lora" => lora::kernels(),
+        "float" | "float_tile" => float::kernels(file),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
             .chain(

@@ -9,7 +9,7 @@ use exl_cuda::ops::elementwise::select as norms;
 use exl_cuda::ops::kv::{self, KINDS, Kind};
 use exl_cuda::ops::linear::lora::select as adapters;
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
-use exl_cuda::ops::linear::{Addresses, Matrix};
+use exl_cuda::ops::linear::{Addresses, Matrix, float};
 use exl_cuda::ops::moe;
 use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
@@ -184,6 +184,19 @@ pub fn cuda_plan_alone(
     }
 }
 
+/// The kernel of `rows` batch-invariant float16 rows of a float matrix, aligned to 16 bytes like them.
+#[pyfunction]
+#[pyo3(signature = (card, rows, *, in_features, out_features))]
+pub fn cuda_select_float(
+    card: &CudaCard,
+    rows: usize,
+    in_features: usize,
+    out_features: usize,
+) -> &'static str {
+    let whole = in_features.is_multiple_of(8);
+    float::select(&card.caps, rows, in_features, out_features, whole).name()
+}
+
 /// Whether a row's result of a quantized matmul does not depend on the number of rows, if the matmul is asked to be `invariant` or not.
 #[pyfunction]
 pub fn cuda_rows_invariant(rows: usize, invariant: bool) -> bool {
@@ -203,14 +216,6 @@ pub fn cuda_pass_rows(whole_blocks: bool) -> usize {
 #[pyo3(signature = (rows, *, decodes, packed))]
 pub fn cuda_runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
     select::runs_packed(rows, decodes, packed)
-}
-
-/// Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
-/// fill up.
-#[pyfunction]
-#[pyo3(signature = (rows, *, invariant, padded=false))]
-pub fn cuda_float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
-    select::float_rows(rows, invariant, padded)
 }
 
 /// A kernel that is faster than the chosen one, and why it does not take the call.

@@ -42,16 +42,6 @@ pub const fn runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
     rows <= if decodes { STEP_ROWS } else { packed }
 }
 
-/// Rows of each cuBLAS matmul of a call by a float matrix. cuBLAS picks its kernel, and so its order of sums, by the shape: blocks of
-/// [`PACKED_ROWS`] keep the results of more rows batch-invariant. `padded`: those of few rows, too, so that they fill a block with zeros.
-pub const fn float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
-    if padded || needs_blocks(rows, invariant) {
-        PACKED_ROWS
-    } else {
-        rows
-    }
-}
-
 /// Least bytes of packed weights for which [`Kernel::GemmFew`] saves more than the launch that packs its input takes.
 pub const LEAST_PACKED_ALONE: usize = 8 << 20;
 

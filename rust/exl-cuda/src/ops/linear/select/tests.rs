@@ -403,15 +403,6 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
 }
 
 #[test]
-fn float_matrices_take_blocks_of_one_shape_where_rows_are_batch_invariant() {
-    for (rows, fast, invariant) in [(1, 1, 1), (64, 64, 64), (65, 65, 64), (1000, 1000, 64)] {
-        assert_eq!(float_rows(rows, false, false), fast);
-        assert_eq!(float_rows(rows, true, false), invariant);
-        assert_eq!(float_rows(rows, false, true), 64);
-    }
-}
-
-#[test]
 fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let made = matrix(16, 2064);
     let found = plan(&card("2080 Ti", RELEASE), &[&made], Call::aligned(9, PLAIN));
