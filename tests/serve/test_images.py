@@ -249,6 +249,32 @@ def test_responses_take_images(client: openai.OpenAI) -> None:
     assert answer.usage.input_tokens == whole.usage.prompt_tokens
 
 
+def test_responses_take_images_of_results(client: openai.OpenAI) -> None:
+    """A coding agent shows the model an image as the result of a call."""
+    seen = png(picture(40, 24))
+    call = {"id": "call00000", "type": "function", "function": {"name": "view", "arguments": "{}"}}
+    messages: Any = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": [part(seen)]},
+    ]
+    items: Any = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "call00000", "name": "view", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "call00000",
+            "output": [{"type": "input_image", "image_url": url(seen)}],
+        },
+    ]
+    answer = client.responses.create(model="eye", input=items, max_output_tokens=8, temperature=0)
+    whole = client.chat.completions.create(model="eye", messages=messages, max_tokens=8, temperature=0)
+    assert answer.output_text == whole.choices[0].message.content
+    assert answer.usage is not None
+    assert whole.usage is not None
+    assert answer.usage.input_tokens == whole.usage.prompt_tokens
+
+
 def test_little_detail_is_a_smaller_image() -> None:
     wide = url(png(Image.new("RGB", (1200, 30), "red")))
 

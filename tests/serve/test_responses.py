@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from exl_serve.config.model import Limits, ModelConfig
 from exl_serve.engine.events import TokenLogprob, Usage
 from exl_serve.errors import ServeError
+from exl_serve.request.carried import carried
 from exl_serve.request.responses import asked_of
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.responses import Responses
@@ -94,6 +95,8 @@ def replayed(events: list[dict[str, Any]]) -> dict[str, Any]:
             expected = {"output_item.done"}
         else:
             item["status"] = event["item"]["status"]
+            if "encrypted_content" in item:
+                item["encrypted_content"] = carried(item["content"][0]["text"])
             assert item == event["item"]
             expected = {"output_item.added"}
     assert expected == {"output_item.added"}, "an item was left open"
@@ -292,11 +295,14 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
         ({"truncation": "old"}, "truncation", "invalid_value"),
         ({"conversation": "c"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
-        ({"max_tool_calls": 1}, "max_tool_calls", "unsupported_parameter"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter"),
-        ({"include": ["reasoning.encrypted_content"]}, "include", "unsupported_parameter"),
+        ({"max_tool_calls": 0}, "max_tool_calls", "invalid_value"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter"),
+        ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "invalid_value"),
+        ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+        ({"service_tier": "fast"}, "service_tier", "invalid_value"),
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention", "invalid_value"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type", "unsupported_parameter"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema", "invalid_schema"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
@@ -328,6 +334,20 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
             "input[0].content[0]",
+            "unsupported_modality",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+                    {
+                        "type": "function_call_output",
+                        "call_id": "x",
+                        "output": [{"type": "input_image", "image_url": "data:"}],
+                    },
+                ]
+            },
+            "input[1].output[0]",
             "unsupported_modality",
         ),
     ],
@@ -378,8 +398,11 @@ pieces = st.one_of(
     end=st.sampled_from(["stop", "length", "error"]),
     cuts=st.lists(st.integers(1, 4), min_size=1, max_size=30),
     logprobs=st.booleans(),
+    carries=st.booleans(),
 )
-def test_any_events_in_any_portions(parts: list[list[Any]], end: str, cuts: list[int], logprobs: bool) -> None:
+def test_any_events_in_any_portions(
+    parts: list[list[Any]], end: str, cuts: list[int], logprobs: bool, carries: bool
+) -> None:
     events: list[AnswerEvent] = [Begun(0, 5, 2)]
     calls = 0
     for part in parts:
@@ -395,7 +418,8 @@ def test_any_events_in_any_portions(parts: list[list[Any]], end: str, cuts: list
         events.append(Error(0, 500, "server_error", "engine_error", "it broke"))
     else:
         events.append(Finish(0, end, None, usage, reasoning_tokens=3))  # type: ignore[arg-type]
-    streamed, whole = (Responses({"id": "resp_x", "model": "m"}, FakeText(), logprobs=logprobs) for _ in range(2))  # type: ignore[arg-type]
+    head, options = {"id": "resp_x", "model": "m"}, {"logprobs": logprobs, "carried": carries}
+    streamed, whole = (Responses(head, FakeText(), **options) for _ in range(2))  # type: ignore[arg-type]
     told, at = [], 0
     for cut in [*cuts, len(events)]:
         told += streamed.chunks(events[at : at + cut])

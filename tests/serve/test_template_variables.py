@@ -16,7 +16,8 @@ from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
 
 KNOWING = (
-    "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}{{ reasoning_effort or '' }}"
+    "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+    "{{ reasoning_effort or '' }}{{ verbosity or '' }}"
     "{% for m in messages %}{% if m.role == 'developer' %}# Developer: {% endif %}<|{{ m.role }}|>"
     "{{ m.content }}<|end|>{% endfor %}{% for tag in tags or [] %}{{ tag }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -55,6 +56,7 @@ def ask(client: httpx.Client, path: str = "/v1/chat/completions", **fields: Any)
     [
         ({"enable_thinking": False}, "enable_thinking"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"chat_template_kwargs": {"tags": ["a"]}}, "tags"),
     ],
 )
@@ -64,8 +66,8 @@ def test_a_variable_that_the_template_lacks(
     refused = ask(servers[True], **sent)
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", param)
-    assert ask(servers[False], **sent).status_code == 200
-    assert ask(servers[True], model="knowing", **sent).status_code == 200
+    for taken in (ask(servers[False], **sent), ask(servers[True], model="knowing", **sent)):
+        assert taken.status_code == 200, taken.text
 
 
 def test_the_effort_of_a_response_has_its_own_name(servers: dict[bool, httpx.Client]) -> None:
@@ -73,6 +75,16 @@ def test_the_effort_of_a_response_has_its_own_name(servers: dict[bool, httpx.Cli
     answers = {name: servers[True].post("/v1/responses", json=body | {"model": name}) for name in ("fable", "knowing")}
     assert answers["knowing"].status_code == 200, answers["knowing"].text
     assert answers["fable"].json()["error"]["param"] == "reasoning.effort"
+
+
+def test_verbosity_is_a_variable_except_medium(servers: dict[bool, httpx.Client]) -> None:
+    for given, shown in (("high", "high"), ("low", "low"), ("medium", ""), (None, "")):
+        prompt = ask(servers[False], "/apply-template", model="knowing", verbosity=given).json()["prompt"]
+        assert prompt == f"{shown}<|user|>x<|end|><|assistant|>"
+    body = {"input": "x", "max_output_tokens": 1, "text": {"verbosity": "low"}}
+    answers = {name: servers[True].post("/v1/responses", json=body | {"model": name}) for name in ("fable", "knowing")}
+    assert answers["knowing"].status_code == 200, answers["knowing"].text
+    assert answers["fable"].json()["error"]["param"] == "text.verbosity"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": SAY, "tools": [tool(at) for at in range(LIMITS.max_tools + 1)]}, "tools"),
     "choices": ({"messages": SAY, "n": LIMITS.max_n + 1}, "n"),
     "endless choices": ({"messages": SAY, "n": 10**9}, "n"),
-    "stop texts": ({"messages": SAY, "stop": ["x"] * 17}, "stop"),
+    "stop texts": ({"messages": SAY, "stop": ["x"] * 65}, "stop"),
     "stop text": ({"messages": SAY, "stop": "x" * 257}, "stop[0]"),
     "biases": ({"messages": SAY, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     "candidates": ({"messages": SAY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

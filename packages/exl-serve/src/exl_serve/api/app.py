@@ -7,8 +7,9 @@ import hashlib
 import ipaddress
 import logging
 import mimetypes
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -76,8 +77,8 @@ ROUTES: tuple[Path, ...] = (
     Path("DELETE", "/v1/requests/{id}", "own", admin.cancel_request),
     Path("POST", "/v1/models/{id:path}/load", "admin", admin.load_model),
     Path("POST", "/v1/models/{id:path}/unload", "admin", admin.unload_model),
-    Path("GET", "/v1/model", "admin", tabby.current_model),
-    Path("GET", "/v1/model/list", "admin", tabby.list_folders),
+    Path("GET", "/v1/model", "own", tabby.current_model),
+    Path("GET", "/v1/model/list", "own", tabby.list_folders),
     Path("POST", "/v1/model/load", "admin", tabby.load_model),
     Path("POST", "/v1/model/unload", "admin", tabby.unload_model),
     Path("POST", "/v1/lora/load", "admin", tabby.load_lora),
@@ -92,6 +93,7 @@ PROBED = frozenset(path.path for path in ROUTES if path.endpoint is health.ready
 """Paths that load balancers ask again and again while the server is not ready."""
 KNOWN_SECONDS = 30.0
 """Seconds that a request waits for the list of models."""
+_SLASHES = re.compile("/{2,}")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
@@ -232,14 +234,21 @@ def _log_refusal(call: Call, error: ServeError) -> None:
 
 
 def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dict[str, Any]]:
-    """Return the route of a request and its path parameters. Raises ServeError 404 or 405."""
+    """Return the route of a request and its path parameters.
+
+    A path that only other base URLs lead to is replaced in `scope`. Raises ServeError 404 or 405.
+    """
     allowed: list[str] = []
-    for route, path in routes:
-        match, child = route.matches(scope)
-        if match is Match.FULL:
-            return path, child.get("path_params", {})
-        if match is Match.PARTIAL:
-            allowed.append(path.method)
+    for spelling in _spellings(scope["path"], scope.get("root_path", "")):
+        for route, path in routes:
+            if path.scope != "infer" and spelling != scope["path"]:
+                continue  # a proxy may close these by their exact paths
+            match, child = route.matches({**scope, "path": spelling})
+            if match is Match.FULL:
+                scope["path"] = spelling
+                return path, child.get("path_params", {})
+            if match is Match.PARTIAL:
+                allowed.append(path.method)
     if allowed:
         error = ServeError(
             405,
@@ -249,11 +258,26 @@ def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dic
             allow=", ".join(sorted(set(allowed))),
         )
         raise error
-    path = scope["path"]
-    there = "/openapi.json lists those that there are"
-    if any(one.path in (f"/v1{path}", path.replace("/v1/v1/", "/v1/", 1)) for one in ROUTES):
-        there = "a client's base URL ends with /v1, and holds it once"
-    raise ServeError(404, "not_found_error", "not_found", f"there is no route {path[:128]}: {there}")
+    raise ServeError(
+        404,
+        "not_found_error",
+        "not_found",
+        f"there is no route {scope['path'][:128]}: /openapi.json lists those that there are",
+    )
+
+
+def _spellings(path: str, root: str) -> Iterator[str]:
+    """Yield a path below `root`, and the paths that a client means whose base URL lacks /v1, has it twice, or ends with
+    a slash.
+    """
+    yield path
+    plain = _SLASHES.sub("/", path.removeprefix(root)).rstrip("/")
+    while plain.startswith("/v1/v1/"):
+        plain = plain.removeprefix("/v1")
+    if root + plain != path:
+        yield root + plain
+    if not plain.startswith("/v1/"):
+        yield f"{root}/v1{plain}"
 
 
 def _check_host(call: Call) -> None:

@@ -17,7 +17,7 @@ from exl_serve.request.messages import ImagePart, check_results, messages_of, to
 from exl_serve.request.rules import anything, boolean, integer, one_of, scalar, scalars, string
 from exl_serve.stream.chunks import Chat, FunctionChat
 
-__all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
+__all__ = ["CHAT", "FIELDS", "SERVICE_TIER", "chat_completions", "variables_of"]
 
 CHAT: tuple[Field, ...] = (
     Field(
@@ -36,6 +36,12 @@ CHAT: tuple[Field, ...] = (
     ),
     PROMPT_LOGPROBS,
     Field("reasoning_effort", scalar, "as the template takes it", meaning="a variable of the chat template"),
+    Field(
+        "verbosity",
+        one_of("low", "medium", "high"),
+        "`low`, `medium`, `high`",
+        meaning="a variable of the chat template, absent for `medium`; most templates have none",
+    ),
     Field(
         "add_generation_prompt", boolean, "true or false", meaning="begin the assistant's message; true where absent"
     ),
@@ -77,6 +83,8 @@ CHAT: tuple[Field, ...] = (
 """Fields of chat alone."""
 FIELDS = by_name(COMMON, SAMPLING, CONVERSATION, CHAT)
 MAX_DOCUMENTS = 1024
+SERVICE_TIER = "default"
+"""The tier of every request, as answers name it."""
 RESERVED = frozenset(
     {
         *("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents", "chat_template"),
@@ -137,6 +145,8 @@ async def chat_completions(call: Call) -> None:
         "model": target.name,
         "system_fingerprint": target.fingerprint,
     }
+    if "service_tier" in fields:
+        head["service_tier"] = SERVICE_TIER
     answer = (FunctionChat if old else Chat)(
         head,
         n,
@@ -233,6 +243,8 @@ def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("enable_thinking", "reasoning_effort"):
         if name in fields:
             found[name] = fields[name]
+    if fields.get("verbosity", "medium") != "medium":
+        found["verbosity"] = fields["verbosity"]
     if call.state.config.server.strict_fields:
         found["known_variables"] = tuple(found)
     if "documents" in fields:

@@ -14,12 +14,22 @@ from exl_serve.engine.client import ModelCard
 from exl_serve.errors import ServeError
 from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
 
-__all__ = ["apply_template", "card_of", "detokenize", "embeddings", "get_model", "list_models", "tokenize"]
+__all__ = [
+    "apply_template",
+    "card_of",
+    "detokenize",
+    "embeddings",
+    "get_model",
+    "list_models",
+    "models_for",
+    "tokenize",
+]
 
 TEMPLATE = {
     name: FIELDS[name]
     for name in (
-        *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "documents", "chat_template"),
+        *("chat_template_kwargs", "template_vars", "enable_thinking", "reasoning_effort", "verbosity"),
+        *("documents", "chat_template"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     )
 }
@@ -81,14 +91,14 @@ def _changed(folder: str) -> int:
 
 async def list_models(call: Call) -> None:
     """List every model and adapter that requests may name."""
-    entries = [
-        entry for handle in call.state.models.list() if _allowed(call, handle) for entry in await card_of(handle)
-    ]
+    entries = [entry for handle in models_for(call) for entry in await card_of(handle)]
     await call.answer(200, {"object": "list", "data": entries})
 
 
-def _allowed(call: Call, handle: ModelHandle) -> bool:
-    return call.caller.models is None or handle.config.id in call.caller.models
+def models_for(call: Call) -> list[ModelHandle]:
+    """Return the models that the caller's key may use, loaded or not, in the configuration's order."""
+    allowed = call.caller.models
+    return [handle for handle in call.state.models.list() if allowed is None or handle.config.id in allowed]
 
 
 async def get_model(call: Call) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from exl_serve.api.admin import ADAPTER, body_of, handle_of, load_one, text_of
 from exl_serve.api.http import Call
+from exl_serve.api.models import models_for
 from exl_serve.api.state import ModelHandle
 from exl_serve.engine.adapters import check_folder_name
 from exl_serve.errors import ServeError
@@ -55,15 +56,15 @@ def _entry(handle: ModelHandle) -> dict[str, Any]:
 
 
 def _loaded(call: Call) -> ModelHandle:
-    """Return the first loaded model. Raises ServeError 404."""
-    for handle in call.state.models.list():
+    """Return the first loaded model that the key may use. Raises ServeError 404."""
+    for handle in models_for(call):
         if handle.state == "ready":
             return handle
     raise ServeError(404, "not_found_error", "model_not_found", "no model is loaded")
 
 
 async def current_model(call: Call) -> None:
-    """Answer the first loaded model."""
+    """Answer the first loaded model that the key may use."""
     handle = _loaded(call)
     card = (await handle.engine()).card
     parameters = {
@@ -76,8 +77,8 @@ async def current_model(call: Call) -> None:
 
 
 async def list_folders(call: Call) -> None:
-    """Answer the models that can be loaded: those of the configuration."""
-    await call.answer(200, {"object": "list", "data": [_entry(handle) for handle in call.state.models.list()]})
+    """Answer the models that the key may use, of those of the configuration."""
+    await call.answer(200, {"object": "list", "data": [_entry(handle) for handle in models_for(call)]})
 
 
 async def load_model(call: Call) -> None:

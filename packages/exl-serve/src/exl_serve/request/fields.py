@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from exl_serve.errors import ServeError
-from exl_serve.request.rules import Rule, anything, biases, boolean, ids, integer, listed, number, string, strings
+from exl_serve.request.rules import (
+    Rule,
+    anything,
+    biases,
+    boolean,
+    ids,
+    integer,
+    listed,
+    number,
+    one_of,
+    string,
+    strings,
+)
 
 __all__ = [
     "COMMON",
@@ -180,8 +192,8 @@ COMMON: tuple[Field, ...] = (
     ),
     Field(
         "stop",
-        strings(16, 256),
-        "at most 16 texts of 256 characters",
+        strings(64, 256),
+        "at most 64 texts of 256 characters",
         ("stop_sequence",),
         meaning="the answer ends before the first of them",
     ),
@@ -265,6 +277,12 @@ COMMON: tuple[Field, ...] = (
     Field("user", string(512), "a text", meaning="your name for the end user; the log has a digest of it"),
     Field("safety_identifier", string(512), "a text", meaning="your name for the end user; the log has a digest of it"),
     Field("prompt_cache_key", string(512), "a text", meaning="not used: all prompts share the cache, see `cache_salt`"),
+    Field(
+        "prompt_cache_retention",
+        one_of("in_memory", "in-memory", "24h"),
+        "`in_memory`, `24h`",
+        meaning="not used: cached pages stay until others need their place",
+    ),
     Field("metadata", anything, "anything", meaning="not used"),
     Field(
         "return_token_ids",
@@ -296,6 +314,12 @@ COMMON: tuple[Field, ...] = (
 """Fields of chat and text completions alike."""
 
 CONVERSATION: tuple[Field, ...] = (
+    Field(
+        "service_tier",
+        one_of("auto", "default", "flex", "priority", "scale"),
+        "`auto`, `default`, `flex`, `priority`, `scale`",
+        meaning="there is one tier: the answer says `default`. See `priority`",
+    ),
     Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
     Field(
         "tool_choice",
@@ -333,7 +357,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None,),
-    "prompt_cache_retention": (None,),
     "verbosity": (None, "medium"),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),

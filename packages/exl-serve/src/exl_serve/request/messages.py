@@ -11,6 +11,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import LongUrl, check_depth
 from exl_serve.request.rules import check_kinds
+from exl_serve.request.tool_schemas import followed
 from exl_serve.stream.family import ToolSpec
 
 __all__ = ["ImagePart", "check_results", "content_of", "messages_of", "tool_choice_of", "tools_of"]
@@ -188,8 +189,14 @@ def _calls(value: Any, param: str, limits: Limits) -> list[dict[str, Any]]:
     return found
 
 
-def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
-    """Return the tools in the form of templates, and their specs. Raises ServeError 400."""
+def tools_of(
+    value: Any, limits: Limits, paths: Sequence[str] | None = None
+) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
+    """Return the tools in the form of templates, and their specs.
+
+    The specs of tools that are not strict have the part of their schemas that a grammar can follow. `paths`: where each
+    tool is in the request; absent: in the list `tools`. Raises ServeError 400.
+    """
     if value is None:
         return [], ()
     if not isinstance(value, list) or len(value) > limits.max_tools:
@@ -197,7 +204,7 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
     plain: list[dict[str, Any]] = []
     specs: list[ToolSpec] = []
     for at, tool in enumerate(value):
-        param = f"tools[{at}]"
+        param = f"tools[{at}]" if paths is None else paths[at]
         if not isinstance(tool, dict) or tool.get("type", "function") != "function":
             raise ServeError.unsupported(
                 f"{param}.type", f"{param}: tools are functions here; no other type is offered"
@@ -223,12 +230,13 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
             )
         if any(spec.name == function["name"] for spec in specs):
             raise ServeError.invalid(f"two tools are called {function['name']!r}", f"{param}.function.name")
+        strict = bool(function.get("strict"))
         specs.append(
             ToolSpec(
                 function["name"],
                 function.get("description") or "",
-                parameters,
-                bool(function.get("strict")),
+                parameters if strict else followed(parameters),
+                strict,
                 f"{param}.function.parameters",
             )
         )

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from exl_serve.request.response_tools import LEFT_OUT
+from exl_serve.request.tool_schemas import not_followed
+
 __all__ = ["unknown_members"]
 
 MOST = 20
@@ -20,6 +23,9 @@ _FORMATS: dict[str, frozenset[str]] = {
     "structural_tag": frozenset({"type", "structures", "triggers", "format"}),
 }
 _SCHEMA = frozenset({"name", "description", "schema", "strict"})
+_FLAT = frozenset({"type", "name", "description", "parameters", "strict"})
+_NESTED = frozenset({"type", "function"})
+"""Members of a tool as responses and as chat have it."""
 _STRUCTURE = frozenset({"begin", "schema", "end"})
 _PARTS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("text", "input_text"), frozenset({"type", "text"})),
@@ -31,7 +37,7 @@ _PARTS: dict[str, frozenset[str]] = {
 _IMAGE = frozenset({"url", "detail"})
 _ITEMS: dict[str, frozenset[str]] = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
-    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "namespace", "arguments", "status"}),
     "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
     "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
 }
@@ -73,8 +79,9 @@ def _members(body: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(choice.get("function"), dict) and choice.get("name") is not None:
             yield "tool_choice.name"
     for at, tool in enumerate(_listed(body.get("tools"))):
-        known = frozenset({"type", "function"} if isinstance(tool.get("function"), dict) else {"type", *_SCHEMA})
-        yield from _others(tool, f"tools[{at}]", known - {"schema"} | {"parameters"})
+        yield from _of_tool(tool, f"tools[{at}]")
+    for at, function in enumerate(_listed(body.get("functions"))):
+        yield from _of_schema(function, f"functions[{at}]")
     for at, message in enumerate(_listed(body.get("messages"))):
         yield from _of_content(message.get("content"), f"messages[{at}].content")
     for at, item in enumerate(_listed(body.get("input"))):
@@ -96,6 +103,29 @@ def _others(value: Any, path: str, known: frozenset[str] | None) -> Iterator[str
 def _listed(value: Any) -> list[dict[str, Any]]:
     """Return a list whose entries are all objects; an empty one for anything else, which has an error of its own."""
     return value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
+
+
+def _of_tool(tool: Mapping[str, Any], path: str) -> Iterator[str]:
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind in LEFT_OUT:
+        yield path
+    elif kind == "namespace":
+        # Its description has no place in the form in which models see functions.
+        yield from _others(tool, path, frozenset({"type", "name", "tools"}))
+        for at, one in enumerate(_listed(tool.get("tools"))):
+            yield from _of_tool(one, f"{path}.tools[{at}]")
+    elif isinstance(function := tool.get("function"), dict):
+        yield from _others(tool, path, _NESTED)
+        yield from _of_schema(function, f"{path}.function")
+    else:
+        yield from _others(tool, path, _FLAT)
+        yield from _of_schema(tool, path)
+
+
+def _of_schema(function: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield the keywords of a tool's schema that calls need not follow: those of a strict one are errors."""
+    if isinstance(function.get("parameters"), dict) and not function.get("strict"):
+        yield from not_followed(function["parameters"], f"{path}.parameters")
 
 
 def _of_format(value: Any, path: str) -> Iterator[str]:

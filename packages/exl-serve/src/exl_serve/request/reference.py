@@ -63,6 +63,11 @@ def render() -> str:
             "the conversation |",
             *_rows(RESPONSE, head=False),
             "",
+            "Tools are functions, alone or in a `namespace`: the model sees `NAMESPACE__NAME`, and a call has both "
+            "names. `web_search` and",
+            "`image_generation` next to functions are left out of the prompt and named in `x-exl-ignored`, as "
+            "`tools[1]`.",
+            "",
             "Refused unless neutral: " + ", ".join(f"`{name}`" for name in NEUTRAL) + ".",
             "",
             "## Text completions alone",

@@ -9,10 +9,12 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.request.carried import carried_text
 from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, by_name
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
+from exl_serve.request.response_tools import full_name
 from exl_serve.request.rules import anything, check_kinds, integer, one_of, string
 
 __all__ = [
@@ -23,8 +25,6 @@ __all__ = [
     "RESPONSE",
     "Asked",
     "asked_of",
-    "tool_choice_as_chat",
-    "tools_as_chat",
 ]
 
 RESPONSE: tuple[Field, ...] = (
@@ -35,8 +35,25 @@ RESPONSE: tuple[Field, ...] = (
         meaning="most new tokens; absent: the server's `default_max_tokens`, or all that the context leaves",
     ),
     Field("instructions", string(1 << 20), "a text", meaning="the system message"),
-    Field("text", anything, "`format`: `text`, `json_object` or `json_schema`", meaning="the form of the answer"),
-    Field("reasoning", anything, "`effort`", meaning="a variable of the chat template"),
+    Field(
+        "text",
+        anything,
+        "`format`: `text`, `json_object` or `json_schema`; `verbosity`: `low`, `medium`, `high`",
+        meaning="the form of the answer; `verbosity` as chat's field",
+    ),
+    Field(
+        "reasoning",
+        anything,
+        "`effort`; `summary`: `auto`",
+        meaning="`effort` is a variable of the chat template; no summary is made, the answer has the whole reasoning",
+    ),
+    Field(
+        "max_tool_calls",
+        integer(1, 1 << 24),
+        "1 or more",
+        meaning="not used: it limits calls of tools that a server runs, and this one runs none",
+    ),
+    Field("client_metadata", anything, "anything", meaning="not used"),
     Field(
         "truncation",
         one_of("disabled", "auto"),
@@ -44,7 +61,13 @@ RESPONSE: tuple[Field, ...] = (
         meaning="auto: of a conversation that is too long the oldest messages are left out; the header "
         "x-exl-truncated-tokens counts their tokens",
     ),
-    Field("include", anything, "`message.output_text.logprobs`", meaning="what else the answer holds"),
+    Field(
+        "include",
+        anything,
+        "`message.output_text.logprobs`, `reasoning.encrypted_content`",
+        meaning="what else the answer holds; the latter is the text of the reasoning in base64, for clients that send "
+        "back nothing else of it",
+    ),
     Field(
         "top_logprobs",
         integer(0, 20),
@@ -67,13 +90,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "prompt": (None,),
     "background": (None, False),
-    "max_tool_calls": (None,),
     "context_management": (None,),
 }
 """Fields that are not offered, with the values that change nothing: nothing is kept or run in the background."""
 OWN = frozenset({"input", "stream_options", *NEUTRAL})
 """Fields that this module reads."""
 LOGPROBS = "message.output_text.logprobs"
+CARRIED = "reasoning.encrypted_content"
+"""Values of `include`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +109,11 @@ class Asked:
     wanted: Constraint | None
     #: as the answer repeats it
     format: dict[str, Any]
+    verbosity: str
     effort: str | None
     logprobs: int | None
+    #: items of reasoning have an `encrypted_content`
+    carried: bool
 
 
 def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits) -> Asked:
@@ -101,41 +128,16 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
     for name in ("tools", "tool_choice", "text", "reasoning", "metadata"):  # which the answer repeats
         _check_texts(fields.get(name), name)
     _check_metadata(fields.get("metadata", {}))
+    verbosity = _verbosity(fields.get("text"))
     wanted, shape = _text_format(fields.get("text"), limits)
     other = format_of(fields, limits)
     if wanted is not None and other is not None:
         raise ServeError.invalid(f"{wanted.param} and {other.param} ask for two formats at once: give one", other.param)
     messages, images = _messages(body.get("input"), fields.get("instructions"), limits)
-    return Asked(messages, images, wanted or other, shape, _effort(fields.get("reasoning")), _logprobs(fields))
-
-
-def tools_as_chat(value: Any) -> Any:
-    """Return the tools in the form of chat completions. Raises ServeError 400."""
-    if not isinstance(value, list):
-        return value
-    found = []
-    for at, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise ServeError.unsupported(
-                f"tools[{at}].type", f"tools[{at}] is {str(kind)[:64]!r}: tools are functions here, no other is offered"
-            )
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise ServeError.invalid(f"tools[{at}].name must be the function's name", f"tools[{at}].name")
-        check_kinds(tool, f"tools[{at}]", description=str, strict=bool)
-        inner = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
-        found.append({"type": "function", "function": inner})
-    return found
-
-
-def tool_choice_as_chat(value: Any) -> Any:
-    """Return the tool choice in the form of chat completions. Raises ServeError 400."""
-    if isinstance(value, dict) and value.get("type") not in ("function", "allowed_tools"):
-        kind = str(value.get("type"))[:64]
-        raise ServeError.unsupported(
-            "tool_choice.type", f"tool_choice.type {kind!r} is not offered: function or allowed_tools"
-        )
-    return value
+    effort = _effort(fields.get("reasoning"))
+    include = _include(fields)
+    logprobs = _logprobs(fields, include)
+    return Asked(messages, images, wanted or other, shape, verbosity, effort, logprobs, CARRIED in include)
 
 
 def _check_texts(value: Any, param: str) -> None:
@@ -156,13 +158,18 @@ def _check_metadata(value: Any) -> None:
         raise ServeError.invalid("metadata must be an object of strings", "metadata")
 
 
-def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
+def _verbosity(value: Any) -> str:
     if value is None:
-        return None, {"type": "text"}
+        return "medium"
     if not isinstance(value, dict):
         raise ServeError.invalid("text must be an object with a format", "text")
-    if value.get("verbosity") not in (None, "medium"):
-        raise ServeError.unsupported("text.verbosity", "text.verbosity is not offered: leave it out")
+    given = value.get("verbosity")
+    return "medium" if given is None else str(one_of("low", "medium", "high")("text.verbosity", given))
+
+
+def _text_format(value: Mapping[str, Any] | None, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
+    if value is None:
+        return None, {"type": "text"}
     shape = value.get("format")
     if shape is None:
         return None, {"type": "text"}
@@ -194,9 +201,9 @@ def _effort(value: Any) -> str | None:
     if not isinstance(value, dict):
         raise ServeError.invalid("reasoning must be an object with an effort", "reasoning")
     for name in ("summary", "generate_summary"):
-        if value.get(name) is not None:
+        if value.get(name) not in (None, "auto"):
             raise ServeError.unsupported(
-                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is returned whole"
+                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is returned whole; give auto or none"
             )
     effort = value.get("effort")
     if effort is not None and (not isinstance(effort, str) or not 0 < len(effort) <= 64):
@@ -204,15 +211,21 @@ def _effort(value: Any) -> str | None:
     return effort
 
 
-def _logprobs(fields: Mapping[str, Any]) -> int | None:
+def _include(fields: Mapping[str, Any]) -> list[str]:
     include = fields.get("include", [])
     if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
         raise ServeError.invalid("include must be a list of strings", "include")
-    other = next((one for one in include if one != LOGPROBS), None)
+    other = next((one for one in include if one not in (LOGPROBS, CARRIED)), None)
     if other is not None:
-        raise ServeError.unsupported("include", f"include: {other[:64]!r} is not offered; there is {LOGPROBS}")
+        raise ServeError.unsupported(
+            "include", f"include: {other[:64]!r} is not offered; there are {LOGPROBS} and {CARRIED}"
+        )
+    return include
+
+
+def _logprobs(fields: Mapping[str, Any], include: list[str]) -> int | None:
     top = fields.get("top_logprobs")
-    if not include:
+    if LOGPROBS not in include:
         if top:
             raise ServeError.invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
         return None
@@ -282,22 +295,34 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         talk.add({"role": role, "content": content})
     elif kind == "function_call":
         call, name, arguments = (_string(item, key, param) for key in ("call_id", "name", "arguments"))
+        if item.get("namespace") is not None:
+            name = full_name(_string(item, "namespace", param), name)
         talk.call({"id": call, "type": "function", "function": {"name": name, "arguments": arguments}})
     elif kind == "function_call_output":
         call = _string(item, "call_id", param)
         if call not in talk.calls:
             raise _bad(f"{param}.call_id", f"no function_call before it has the call_id {call[:64]!r}")
-        content = content_of(item.get("output"), f"{param}.output", limits)
+        content = content_of(item.get("output"), f"{param}.output", limits, talk.images)
         talk.add({"role": "tool", "tool_call_id": call, "content": content})
     elif kind == "reasoning":
-        parts = item.get("content") or []
-        if not isinstance(parts, list) or not all(
-            isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
-        ):
-            raise _bad(f"{param}.content", "a list of parts with a text")
-        talk.reasoning += "".join(part["text"] for part in parts)
+        talk.reasoning += _reasoning(item, param)
+    elif kind == "item_reference":
+        raise ServeError.unsupported(
+            f"{param}.type", f"{param}: items are not kept; send each item itself (store: false, in most clients)"
+        )
     else:
         raise ServeError.unsupported(f"{param}.type", f"{param}: items of the type {str(kind)[:64]!r} are not offered")
+
+
+def _reasoning(item: Mapping[str, Any], param: str) -> str:
+    """Return the text of an item of reasoning, from its content or from what an answer has carried."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise _bad(f"{param}.content", "a list of parts with a text")
+    carried = item.get("encrypted_content")
+    if parts or not isinstance(carried, str):
+        return "".join(part["text"] for part in parts)
+    return carried_text(carried)
 
 
 def _string(item: Mapping[str, Any], key: str, param: str) -> str:

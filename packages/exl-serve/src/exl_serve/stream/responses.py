@@ -7,6 +7,7 @@ from typing import Any
 
 from exl_serve.api.state import TextCodec
 from exl_serve.engine.events import TokenLogprob
+from exl_serve.request.carried import carried
 from exl_serve.stream.chunks import Answer, Choice, sse
 from exl_serve.stream.events import AnswerEvent, Content, Finish, Reasoning, ToolArgs, ToolBegin
 
@@ -32,11 +33,22 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
 class Responses(Answer):
     """One response: items in sequence, each opened, filled and closed before the next.
 
-    `head` is the part of the response object that is known before the first token, including `id` and `model`.
+    `head` is the part of the response object that is known before the first token, including `id` and `model`;
+    `namespaces` has (namespace, name) by the full name of a function; with `carried`, items of reasoning have an
+    `encrypted_content`.
     """
 
-    def __init__(self, head: Mapping[str, Any], text: TextCodec, *, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        text: TextCodec,
+        *,
+        logprobs: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+        carried: bool = False,
+    ) -> None:
         super().__init__(head, 1, text, logprobs=logprobs)
+        self._namespaces, self._carried = namespaces or {}, carried
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -98,14 +110,17 @@ class Responses(Answer):
         if isinstance(event, Content):
             return self._text_piece(event)
         if isinstance(event, Reasoning):
-            found = [] if self._is_open("reasoning") else self._begin("reasoning", summary=[], content=[])
+            more = {"encrypted_content": None} if self._carried else {}
+            found = [] if self._is_open("reasoning") else self._begin("reasoning", summary=[], content=[], **more)
             item = self._opened
             if not item["content"]:
                 item["content"] = [{"type": "reasoning_text", "text": ""}]
             item["content"][0]["text"] += event.text
             return [*found, self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)]
         if isinstance(event, ToolBegin):
-            return self._begin("function_call", call_id=event.id, name=event.name, arguments="")
+            namespace, name = self._namespaces.get(event.name, (None, event.name))
+            named = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            return self._begin("function_call", call_id=event.id, **named, arguments="")
         if isinstance(event, ToolArgs):
             self._opened["arguments"] += event.text
             return [self._of_item("response.function_call_arguments.delta", delta=event.text)]
@@ -159,6 +174,8 @@ class Responses(Answer):
         elif item["type"] == "reasoning":
             text = item["content"][0]["text"]
             found.append(self._of_item("response.reasoning_text.done", content_index=0, text=text))
+            if self._carried:
+                item["encrypted_content"] = carried(text)
         else:
             values = {"name": item["name"], "arguments": item["arguments"]}
             found.append(self._of_item("response.function_call_arguments.done", **values))

@@ -1,0 +1,84 @@
+"""The part of a tool's schema that a grammar can follow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["followed", "not_followed"]
+
+_NOT_FOLLOWED = frozenset(
+    {
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
+    }
+)
+"""Keywords that only forbid values, and that no grammar here can follow: without them more values are allowed."""
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
+)
+_LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bB]")
+"""Look-around, back references and word boundaries of a pattern."""
+_DATA = frozenset({"const", "enum", "default", "examples"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose value has names of the author's choice as keys."""
+
+
+def followed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema without the keywords that a grammar cannot follow. It allows all values that the whole allows."""
+    return {name: _inside(name, value) for name, value in schema.items() if not _is_left_out(name, value, schema)}
+
+
+def not_followed(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield the paths of the keywords that `followed` leaves out, but for those that forbid nothing."""
+    for name, value in schema.items():
+        if _is_left_out(name, value, schema):
+            if not _forbids_nothing(name, value, schema):
+                yield f"{path}.{name}"
+        elif name not in _DATA:
+            for step, one in _schemas_of(name, value):
+                yield from not_followed(one, f"{path}.{name}{step}")
+
+
+def _inside(name: str, value: Any) -> Any:
+    if name in _DATA:
+        return value
+    if name in _NAMED and isinstance(value, Mapping):
+        return {key: followed(one) if isinstance(one, Mapping) else one for key, one in value.items()}
+    if isinstance(value, Mapping):
+        return followed(value)
+    if isinstance(value, list):
+        return [followed(one) if isinstance(one, Mapping) else one for one in value]
+    return value
+
+
+def _schemas_of(name: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas of a keyword, each with the rest of its path."""
+    if isinstance(value, Mapping) and name in _NAMED:
+        yield from ((f".{key}", one) for key, one in value.items() if isinstance(one, Mapping))
+    elif isinstance(value, Mapping):
+        yield "", value
+    elif isinstance(value, list):
+        yield from ((f"[{at}]", one) for at, one in enumerate(value) if isinstance(one, Mapping))
+
+
+def _is_left_out(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS and schema.get("type") not in ("integer", "number")
+    if name == "pattern":
+        return isinstance(value, str) and _LOOKING_AROUND.search(value) is not None
+    return name in _NOT_FOLLOWED
+
+
+def _forbids_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a keyword that is left out changes nothing, such as the one that every name of a member is a text."""
+    if name == "propertyNames":
+        return value in (True, {}, {"type": "string"})
+    if name in ("then", "else"):
+        return "if" not in schema
+    if name in ("minContains", "maxContains"):
+        return "contains" not in schema
+    if name in ("unevaluatedItems", "unevaluatedProperties"):
+        return value is True or value == {}
+    return value is False if name == "uniqueItems" else value == {} and name.startswith("depend")
