@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicGeneratorAsync
 from exl_generate.bundled import default_model_dir
+from exl_generate.dynamic.results import Result
 from exllamav2.server import ExLlamaV2WebSocketServer
 
 pytestmark = pytest.mark.covers("generators: websocket")
@@ -92,11 +95,30 @@ def test_infer_streams_and_reports(parts: tuple[Any, Any]) -> None:
     with_client(parts, talk)
 
 
-def test_requests_run_side_by_side_and_stop_ends_the_one_meant(parts: tuple[Any, Any]) -> None:
+def send_together(client: ClientConnection, *messages: dict[str, Any]) -> None:
+    """Send messages in one piece, so that the last is there before anything of the first has begun."""
+    for message in messages:
+        client.protocol.send_text(json.dumps(message).encode())
+    client.transport.write(b"".join(client.protocol.data_to_send()))
+
+
+class Slow(ExLlamaV2DynamicGenerator):
+    """A generator that takes 20 s for 1,000 tokens, so that a stop arrives before their end on a busy machine too."""
+
+    def iterate(self) -> list[Result]:
+        time.sleep(0.02)
+        return super().iterate()
+
+
+def test_requests_run_side_by_side_and_stop_ends_the_one_meant(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExLlamaV2DynamicGeneratorAsync, "generator_class", Slow)
+
     async def talk(client: ClientConnection) -> None:
-        for name, new in (("long", 900), ("short", 5)):
-            message = {"action": "infer", "text": "One day,", "max_new_tokens": new, "stream": True, "bann_bann": [2]}
-            await client.send(json.dumps(message | {"request_id": name}))
+        infer = {"action": "infer", "text": "One day,", "stream": True, "bann_bann": [2]}
+        long = infer | {"max_new_tokens": 900, "request_id": "long"}
+        send_together(client, long, infer | {"max_new_tokens": 5, "request_id": "short"})
         got = await until_full(client)
         assert got[-1]["request_id"] == "short", "a short request does not wait for a long one"
         await client.send(json.dumps({"action": "stop", "target": "long", "request_id": "s"}))
@@ -107,13 +129,9 @@ def test_requests_run_side_by_side_and_stop_ends_the_one_meant(parts: tuple[Any,
 
 
 def test_a_stop_right_after_a_request_ends_it(parts: tuple[Any, Any]) -> None:
-    """Both come in one piece, so that the second is there before anything of the first has begun."""
-
     async def talk(client: ClientConnection) -> None:
         infer = {"action": "infer", "text": "One day,", "max_new_tokens": 900, "bann_bann": [2], "request_id": "long"}
-        for message in (infer, {"action": "stop", "request_id": "s"}):
-            client.protocol.send_text(json.dumps(message).encode())
-        client.transport.write(b"".join(client.protocol.data_to_send()))
+        send_together(client, infer, {"action": "stop", "request_id": "s"})
         (full,) = [m for m in await until_full(client) if m.get("response_type") == "full"]
         assert (full["request_id"], full["stop_reason"]) == ("long", "interrupted")
 
