@@ -87,7 +87,7 @@ bench-serve:  ## the server's bars that need no GPU, with figures (6 minutes; fi
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
 
-EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_float_linear test_cuda_lora_table test_cuda_direct test_cuda_peer test_cuda_fine_scales
+EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_float_linear test_cuda_float_experts test_cuda_lora_table test_cuda_direct test_cuda_peer test_cuda_fine_scales
 test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on the interpreter of PTX (needs a build with PTX, such as 80+ptx)
 	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
 	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py) tests/kernels/test_cuda_linear.py::test_each_number_of_columns_has_a_kernel

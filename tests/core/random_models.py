@@ -20,7 +20,7 @@ from exl_kernels.safetensors_file import write_safetensors
 __all__ = ["loaded_on", "loaded_over", "split_over_two", "write_random_model"]
 
 
-def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
+def write_random_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float16) -> Path:
     """A model of any family, its tensors named and shaped as its modules ask for them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -64,7 +64,7 @@ def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
 
     for module in build_modules(prepared):
         add(module)
-    write_safetensors(folder / "model.safetensors", tensors)
+    write_safetensors(folder / "model.safetensors", {name: tensor.to(dtype) for name, tensor in tensors.items()})
     return folder
 
 

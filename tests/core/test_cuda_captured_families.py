@@ -20,6 +20,8 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cach
 from exl_core.convert import quantize_model
 from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
 from exl_core.execution.recorder import Body, Recorded, Recorder
+from exl_core.layers import MoE
+from exl_core.layers.sublayer import BY_OPERATOR
 
 pytestmark = pytest.mark.cuda
 
@@ -84,6 +86,26 @@ def results(model: ExLlamaV2, kind: type[ExLlamaV2CacheBase]) -> tuple[list[Tens
         places = params(list(range(ROWS)), STORED, tables, q_len)
         found.append(model.forward_chunk(windows, cache, attn_params=places)["logits"].clone())
     return [*found, *(tensor.clone() for tensor in cache.all_tensors())], model.decode.count
+
+
+@pytest.mark.parametrize("family", ["Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"])
+def test_captured_steps_with_float_experts_are_those_of_one_expert_after_the_other(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**SIZES, **FAMILIES[family], "num_hidden_layers": 2, "architectures": [family]}
+    model = loaded_on("cuda:0", write_random_model(tmp_path, config, torch.bfloat16), monkeypatch)
+    if "emulated_plugin" in sys.modules:
+        monkeypatch.setattr(Recorder, "capture", repeated)
+    captured, steps = results(model, ExLlamaV2Cache)
+    assert model.decode.reason is None
+    assert steps >= 2
+    monkeypatch.setenv(GRAPHS_VARIABLE, "0")
+    for module in model.modules:
+        if isinstance(module, MoE):
+            monkeypatch.setattr(module, "own_pass", BY_OPERATOR)
+    apart, _ = results(model, ExLlamaV2Cache)
+    for one, other in zip(captured, apart, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("family", CASES)

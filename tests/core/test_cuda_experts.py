@@ -1,4 +1,4 @@
-"""Quantized mixtures of experts on a GPU: captured steps, batches and chunks, bitwise equal to one expert after
+"""Mixtures of experts on a GPU: captured steps, batches and chunks, bitwise equal to one expert after
 the other; needs a GPU."""
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from exl_core.layers.sublayer import BY_OPERATOR
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture(params=[(family, bits) for family in FAMILIES for bits in ("4.0", "gptq")], ids=lambda p: "-".join(p))
+FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = [(family, bits) for family in FAMILIES for bits in ("4.0", "gptq", *FLOATS)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: "-".join(p))
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     family, bits = request.param
-    source = write_random_model(tmp_path / "float", {**SIZES, "architectures": [family], **FAMILIES[family]})
+    config = {**SIZES, "architectures": [family], **FAMILIES[family]}
+    source = write_random_model(tmp_path / "float", config, FLOATS.get(bits, torch.float16))
+    if bits in FLOATS:
+        return loaded_on("cuda:0", source, monkeypatch)
     options: dict[str, Any] = {"format": "gptq", "bits": 4, "group_size": 32} if bits == "gptq" else {"bits": 4.0}
     quantize_model(source, tmp_path / "quantized", **options)
     return loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)

@@ -36,7 +36,7 @@ LAUNCHED = {
     "experts_route": "experts_route_",
 }
 """How names of the functions of each kernel begin, as expressions; for gemm_large those that dequantize for cuBLAS."""
-OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_|experts_(arrange|gate_up|down|combine)")
+OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_|experts_(arrange|(float_)?(gate_up|down)|combine)")
 """How names of functions begin that only norm rows, multiply by adapters, or share the launches of experts."""
 RANK = 8
 FLOATS = {
@@ -151,6 +151,12 @@ def test_layers_of_other_families_do_too(family: str, tmp_path: Path, monkeypatc
     model = loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)
     compare(model, (1, 2, 8, 32, 65), (8, 65))
     compare_adapted(model, (1, 2, 8, 32, 65), tmp_path / "adapter")
+
+
+def test_float_experts_do_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIG, "architectures": ["MixtralForCausalLM"], **FAMILIES["MixtralForCausalLM"]}
+    model = loaded_on("cuda:0", write_random_model(tmp_path, config, torch.bfloat16), monkeypatch)
+    compare(model, (1, 8, 32, 65), (8, 65))
 
 
 def compare(model: ExLlamaV2, steps: tuple[int, ...], prompts: tuple[int, ...]) -> None:

@@ -36,7 +36,7 @@ MANY = 10**8
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_path: Path) -> None:
+def test_experts_share_launches(quantized: bool, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "float", CONFIG)
     if quantized:
         quantize_model(folder, folder := tmp_path / "quantized", bits=4.0)
@@ -49,36 +49,33 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
         router, experts, shared = (named(name, rows) for name in ("router", "experts", "gate_proj"))
         assert router is not None
         assert (router.kernel, router.why) == ("experts_route", ())
-        matmuls = [f"experts_{matmul}_exl2_32_{by}" for matmul in ("gate_up", "down")]
-        kernel = " + ".join(("experts_arrange", *matmuls, "experts_combine"))
-        assert (None if experts is None else (experts.kernel, experts.why)) == ((kernel, ()) if quantized else None)
+        form = "experts_{}_exl2_32_{}" if quantized else "experts_float_{}_{}"
+        matmuls = [form.format(matmul, by) for matmul in ("gate_up", "down")]
+        assert experts is not None
+        assert experts.kernel == " + ".join(("experts_arrange", *matmuls, "experts_combine"))
+        assert experts.why == ()
         assert shared is not None
         alone = "gemm_batch" if rows > 8 else "gemm_direct"
         floats = "gemm_float_tile_64" if rows > 8 else "gemm_float_rows_8"
         assert shared.kernel == (alone if quantized else floats)
     apart, many = named("gate_proj", MANY), named("experts", MANY)
-    assert (None if many is None else many.kernel) == ("experts_dequantized" if quantized else None)
     assert apart is not None
+    assert many is not None
+    assert many.kernel == ("experts_dequantized" if quantized else "experts_sorted")
     assert apart.kernel == ("gemm_large" if quantized else "cuBLAS")
 
 
-def test_float_experts_keep_a_model_from_joined_launches(tmp_path: Path) -> None:
-    """The host chooses them, so no step is captured, and every module runs its own pass."""
-    source = write_random_model(tmp_path / "float", CONFIG)
-    quantize_model(source, tmp_path / "mixed", bits=4.0)
-    (path,) = (tmp_path / "mixed").glob("*.safetensors")
-    mixed = read_safetensors_folder(tmp_path / "mixed")
-    kept = {name: read_tensor(entry).clone() for name, entry in mixed.items() if ".experts." not in name}
-    floats = read_safetensors_folder(source)
-    kept |= {name: read_tensor(entry).clone() for name, entry in floats.items() if ".experts." in name}
-    path.unlink()
-    write_safetensors(path, kept)
-    found = {
-        use.operation: use
-        for use in kernel_uses(ExLlamaV2Config(tmp_path / "mixed"), Card.named("H200"), rows=(8,), prompts=())
-    }
+@pytest.mark.parametrize("floats", ["all", "one"])
+def test_float_experts_of_a_quantized_model(floats: str, tmp_path: Path) -> None:
+    """Where only some of a layer are float, the host chooses them: no step is captured, modules run their own pass."""
+    config = with_float_tensors(tmp_path, ".experts." if floats == "all" else "layers.1.mlp.experts.2.")
+    found = {use.operation: use for use in kernel_uses(config, Card.named("H200"), rows=(8,), prompts=())}
+    if floats == "all":
+        assert "experts_float_gate_up_8" in found["experts"].kernel
+        assert found["q+k+v"].kernel == "gemm_few"
+        return
     assert "q+k+v" not in found
-    assert any("chosen by the host: they are float matrices" in why for why in found["q_proj"].why)
+    assert any("chosen by the host: some of their matrices are float" in why for why in found["q_proj"].why)
     assert "gemm_float_rows_8" in found["up_proj"].kernel, "that of a shared expert is quantized"
 
 
@@ -167,6 +164,19 @@ def test_a_padded_matrix_keeps_its_half_apart(tmp_path: Path) -> None:
     assert "q+k+v" in found
     assert "gate+up" not in found
     assert any("gate_proj has padding columns" in why for why in found["gate_proj"].why)
+
+
+def with_float_tensors(folder: Path, part: str) -> ExLlamaV2Config:
+    """A quantized mixture whose tensors with `part` in their names are float."""
+    source = write_random_model(folder / "float", CONFIG)
+    quantize_model(source, folder / "mixed", bits=4.0)
+    (path,) = (folder / "mixed").glob("*.safetensors")
+    mixed, floats = read_safetensors_folder(folder / "mixed"), read_safetensors_folder(source)
+    kept = {name: read_tensor(entry).clone() for name, entry in mixed.items() if part not in name}
+    kept |= {name: read_tensor(entry).clone() for name, entry in floats.items() if part in name}
+    path.unlink()
+    write_safetensors(path, kept)
+    return ExLlamaV2Config(folder / "mixed")
 
 
 def with_float(folder: Path, key: str, out_features: int, in_features: int) -> ExLlamaV2Config:

@@ -14,7 +14,7 @@ from joined_on_cpu import joined_on_cpu
 from make_random_model import Shape, make_model
 from random_models import write_random_model
 from test_decode_graphs import small_adapter
-from test_kernel_uses import CONFIG, with_float
+from test_kernel_uses import CONFIG, with_float, with_float_tensors
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.convert import quantize_model
@@ -58,6 +58,10 @@ def float_experts(folder: Path) -> ExLlamaV2Config:
     return ExLlamaV2Config(write_random_model(folder, CONFIG))
 
 
+def some_float_experts(folder: Path) -> ExLlamaV2Config:
+    return with_float_tensors(folder, "layers.1.mlp.experts.2.")
+
+
 def float_matrix(folder: Path) -> ExLlamaV2Config:
     return with_float(folder, "model.layers.0.self_attn.o_proj", 256, 256)
 
@@ -67,9 +71,10 @@ MODELS: dict[str, Callable[[Path], ExLlamaV2Config]] = {
     "experts": experts,
     "experts of gelu": experts_of_gelu,
     "float experts": float_experts,
+    "some float experts": some_float_experts,
     "a float matrix": float_matrix,
 }
-BY_HOST = ("experts of gelu", "float experts")
+BY_HOST = ("experts of gelu", "some float experts")
 """Mixtures whose experts the host chooses."""
 VARIABLES: dict[str, dict[str, str]] = {
     "as is": {},
@@ -80,7 +85,7 @@ VARIABLES: dict[str, dict[str, str]] = {
 
 
 def as_on_a_gpu(model: ExLlamaV2, patch: pytest.MonkeyPatch) -> None:
-    """Let `select` see a model on the CPU as one on a GPU, whose experts share launches where they are quantized."""
+    """Let `select` see a model on the CPU as one on a GPU, whose experts share launches where they are alike."""
     joined_on_cpu(patch)
     patch.setattr(selecting, "may_fuse", lambda model: True)
 
@@ -94,19 +99,26 @@ def as_on_a_gpu(model: ExLlamaV2, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured, "refusal_of_model", refusal)
     patch.setattr(captured, "refusal_of_capture", lambda model, sets: None)  # a CPU has no kernels of adapters
     patch.setattr(cuda, "CudaQuantMatrix", Quantized)
+    patch.setattr(cuda, "CudaFloatMatrix", Float)
     patch.setattr(cuda, "_native_experts", lambda experts, activation: None)  # takes matrices on a GPU
     patch.setattr(MoE, "capturable", property(lambda mixture: refusal_of_group(mixture) is None))
 
 
-class OfQuantized(type):
-    """Type of a class whose instances are the quantized matrices, on the CPU too."""
+class OfFormats(type):
+    """Type of a class whose instances are the matrices of its formats, on the CPU too."""
+
+    formats: tuple[str, ...] = ()
 
     def __instancecheck__(cls, matrix: Any) -> bool:
-        return isinstance(matrix, QuantMatrix) and matrix.format in ("exl2", "gptq")
+        return isinstance(matrix, QuantMatrix) and matrix.format in cls.formats
 
 
-class Quantized(metaclass=OfQuantized):
-    pass
+class Quantized(metaclass=OfFormats):
+    formats = ("exl2", "gptq")
+
+
+class Float(metaclass=OfFormats):
+    formats = ("float",)
 
 
 def refusal_of_group(mixture: MoE) -> str | None:

@@ -46,19 +46,20 @@ COMMON = 80
 """Ids with which all prompts of a case that share their beginning begin."""
 
 
-CASES = {"dense": 24, "mixture": 24, "float": 8, "float head": 8}
+CASES = {"dense": 24, "mixture": 24, "float": 8, "float head": 8, "float mixture": 8}
 """Cases of each model."""
 
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExLlamaV2:
     folder = FOLDER
-    if request.param == "mixture":
+    if request.param.endswith("mixture"):
         folder = tmp_path_factory.mktemp("mixture")
         fields = {**SIZES, **FAMILIES[FAMILY], "architectures": [FAMILY], "vocab_size": 2048, "num_hidden_layers": 2}
-        source = write_random_model(folder / "float", {**fields, "max_position_embeddings": 1024})
-        quantize_model(source, folder / "quantized", bits=4.0)
-        folder = folder / "quantized"
+        source = write_random_model(folder / "float", {**fields, "max_position_embeddings": 1024}, torch.bfloat16)
+        if request.param == "mixture":
+            quantize_model(source, folder / "quantized", bits=4.0)
+        folder = folder / ("quantized" if request.param == "mixture" else "float")
     elif request.param != "dense":
         folder = FOLDER.parent / "pylib-4m-fp16"
         if request.param == "float head":

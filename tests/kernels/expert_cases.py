@@ -13,7 +13,7 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 
-Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
+Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 
 
 def exl2(
@@ -71,6 +71,32 @@ def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
                 gptq(width, hidden, int(entry), 3 * number + 2, acts),
             )
         found.append((gate, raised, down))
+    return found
+
+
+def float_experts_of(
+    dtype: torch.dtype, count: int, hidden: int, width: int, *, scale: float = 0.03, **options: Any
+) -> list[Expert]:
+    """Largest weights differ by matrix: as BF16 halves of some have a factor, those of others have none."""
+    generator = torch.Generator().manual_seed(hidden + width)
+
+    def made(number: int, n: int, k: int, largest: float) -> QuantMatrix:
+        weight = torch.randn(n, k, generator=generator).mul_(largest).to(dtype)
+        given = dict(options)
+        if given.pop("biased", False):
+            given["bias"] = torch.randn(n, generator=generator)
+        return QuantMatrix.from_float(weight, device="cuda", name=f"expert {number}", **given)
+
+    found: list[Expert] = []
+    for number in range(count):
+        own = scale * 4.0 ** (number % 3 - 2)  # below 2^-4 or not
+        found.append(
+            (
+                made(number, width, hidden, own),
+                made(number, width, hidden, 2 * scale),
+                made(number, hidden, width, scale),
+            )
+        )
     return found
 
 

@@ -276,7 +276,10 @@ def test_experts_that_cannot_share_launches() -> None:
     smaller = experts_of("exl2-128", 1, 256, 128)
     assert "expert 3 has other sizes" in str(why_apart([*experts, *smaller], "silu"))
     plain = QuantMatrix.from_float(torch.zeros(192, 256), device="cuda", name="up.0")
-    assert "up.0 is not quantized" in str(why_apart([(experts[0][0], plain, experts[0][2])], "silu"))
+    for parts in ((experts[0][0], plain, experts[0][2]), (plain, experts[0][1], experts[0][2])):
+        assert "is stored in another format than" in str(why_apart([parts], "silu"))
+    on_cpu = QuantMatrix.from_float(torch.zeros(192, 256), device="cpu", name="up.1")
+    assert why_apart([(experts[0][0], on_cpu, experts[0][2])], "silu") == "up.1 is not on a GPU"
     with pytest.raises(UnsupportedError, match="no experts"):
         GroupedExperts([], "silu")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_cuda_case
+from expert_cases import float_experts_of
 
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
@@ -95,6 +96,22 @@ def test_experts_are_launched_as_selected(rows: int, hidden: int) -> None:
     assert grouped.shares(rows, 2, False)
     h = torch.randn(rows, hidden, device="cuda").half()
     ids = torch.tensor([[0, 3]], device="cuda").expand(rows, 2).contiguous()
+    names()
+    grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
+    assert names() == set(expected.kernel.split(" + "))
+
+
+@pytest.mark.parametrize("rows", [1, 24, 64])
+@pytest.mark.parametrize("width", [96, 97])
+def test_float_experts_are_launched_as_selected(rows: int, width: int) -> None:
+    """Cards have no kernels of 32 and 64 rows for 97 features, whose rows are not aligned."""
+    experts = float_experts_of(torch.float16, 3, 128, width)
+    grouped = GroupedExperts(experts, "silu")
+    card = Card.device(torch.cuda.current_device())
+    expected = card.float_experts(rows, 2, experts=3, hidden=128, width=width)
+    assert expected.joined
+    h = torch.randn(rows, 128, device="cuda").half()
+    ids = torch.tensor([[0, 2]], device="cuda").expand(rows, 2).contiguous()
     names()
     grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
     assert names() == set(expected.kernel.split(" + "))

@@ -220,6 +220,23 @@ def test_long_rows_take_two_tiles_of_experts_on_large_cards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", known_cards())
+def test_float_experts_share_launches_up_to_prompts(name: str) -> None:
+    card = Card.named(name)
+    sizes: dict[str, Any] = {"experts": 16, "hidden": K, "width": 256}
+    matmuls = {rows: card.float_experts(rows, 4, **sizes, invariant=True) for rows in (1, 20, 21, 128, 129, 1 << 20)}
+    kernels = [one.kernel.split(" + ")[1:3] for one in matmuls.values()]
+    many = [16, 16, 16] if Card.named(name).code < 80 else [32, 32, 64]
+    assert kernels[:5] == [[f"experts_float_gate_up_{by}", f"experts_float_down_{by}"] for by in (8, 8, *many)]
+    assert (matmuls[1 << 20].kernel, matmuls[1 << 20].joined) == ("experts_apart", False)
+    prompt = card.float_experts(1 << 20, 4, **sizes)
+    assert (prompt.kernel, prompt.joined) == ("experts_sorted", True)
+    refused = card.float_experts(1, 1, experts=2, hidden=K + 4, width=256)
+    assert (refused.kernel, refused.refused) == (
+        "experts_apart", (("shared launches", f"{K + 4} hidden features, no multiple of 8"),)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", known_cards())
 def test_a_router_norms_and_routes_or_leaves_both_to_torch(name: str) -> None:
     def found(rows: int = 1, **changes: Any) -> tuple[str, bool, bool]:
         plan = Card.named(name).plan_router(rows, **{"hidden": K, "experts": 128, "chosen": 8, "rms": K, **changes})

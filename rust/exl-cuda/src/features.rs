@@ -64,7 +64,7 @@ pub fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::SmallBlocks)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)
-    } else if starts(&["float_tile"]) {
+    } else if starts(&["float_tile", "experts_float_tile"]) {
         Some(Feature::LaneCopies)
     } else {
         None

@@ -97,7 +97,7 @@ mod _native {
         cuda_has_fine_scales, cuda_pass_rows, cuda_plan_alone, cuda_plan_fused,
         cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes, cuda_rows_invariant,
         cuda_runs_packed, cuda_select_adapters, cuda_select_experts, cuda_select_float,
-        cuda_select_norm, cuda_select_rope_store, cuda_select_sampling,
+        cuda_select_float_experts, cuda_select_norm, cuda_select_rope_store, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -123,6 +123,7 @@ __all__ = [
     "cuda_select_attention",
     "cuda_select_experts",
     "cuda_select_float",
+    "cuda_select_float_experts",
     "cuda_select_norm",
     "cuda_select_rope_store",
     "cuda_select_sampling",
@@ -399,14 +400,16 @@ class CudaCard:
 @final
 class CudaExperts:
     """
-    The quantized gated MLPs of a layer, some of which each row uses.
+    The gated MLPs of a layer, all quantized or all of float matrices, some of which each row uses.
     """
 
     most_pairs: Final[int]
     """
     Most rows of a call times the experts of each.
     """
-    def __new__(cls, /, matrices: Sequence[Sequence[CudaMatrix]], activation: str) -> CudaExperts:
+    def __new__(
+        cls, /, matrices: Sequence[Sequence[CudaMatrix]] | Sequence[Sequence[CudaFloat]], activation: str
+    ) -> CudaExperts:
         """
         (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
         """
@@ -435,7 +438,7 @@ class CudaExperts:
     def dequantize(self, /, table: Tensor, *, numbers: Tensor, part: int, out: Tensor, launch: Launch) -> None:
         """
         Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
-        `run`.
+        `run`. For quantized experts.
         """
     @staticmethod
     def most_scratch_bytes(*, rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
@@ -943,7 +946,7 @@ class ExpertsPlan:
     @property
     def dequantizes(self, /) -> bool:
         """
-        The call dequantizes some experts at a time; otherwise they share launches.
+        The call dequantizes some experts at a time.
         """
     @property
     def kernel(self, /) -> str:
@@ -953,7 +956,7 @@ class ExpertsPlan:
     @property
     def launches(self, /) -> list[str]:
         """
-        Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
+        Names of the functions of shared launches, in their order; none where experts are dequantized, sorted or run one after the other.
         """
     @property
     def refused(self, /) -> str | None:
@@ -963,7 +966,7 @@ class ExpertsPlan:
     @property
     def rows(self, /) -> int:
         """
-        Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized or refused.
+        Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized, sorted or refused.
         """
     @property
     def scratch_bytes(self, /) -> int:
@@ -974,6 +977,11 @@ class ExpertsPlan:
     def shares(self, /) -> bool:
         """
         One call for all experts is faster than one expert after the other.
+        """
+    @property
+    def sorts(self, /) -> bool:
+        """
+        The call sorts its rows by expert, for a matmul of each. Calls that neither sort nor dequantize share launches.
         """
 
 @final
@@ -2093,6 +2101,13 @@ def cuda_select_experts(
 def cuda_select_float(card: CudaCard, rows: int, *, in_features: int, out_features: int) -> str:
     """
     The kernel of `rows` batch-invariant float16 rows of a float matrix, aligned to 16 bytes like them.
+    """
+
+def cuda_select_float_experts(
+    card: CudaCard, rows: int, chosen: int, *, experts: int, hidden: int, width: int, invariant: bool = False
+) -> ExpertsPlan:
+    """
+    As `cuda_select_experts`, for `experts` experts of float matrices with aligned weights; `width`: features between gate, up and down.
     """
 
 def cuda_select_norm(operation: str, width: int, *, float32: bool = False, columns: int | None = None) -> KernelChoice:

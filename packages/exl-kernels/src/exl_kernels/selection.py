@@ -371,13 +371,11 @@ class Card:
             invariant: rows are batch-invariant, as always for few rows and in captured steps.
 
         Returns:
-            The functions of shared launches, whose matmuls end in 8, 16 or 32, so many rows of an expert at a time, or
-            in 2x8 or 2x16, which multiply two tiles of features with one load of these rows; or experts_dequantized
+            The functions of shared launches, whose matmuls end in 8, 16, 32 or 64, so many rows of an expert at a time,
+            or in 2x8 or 2x16, which multiply two tiles of features with one load of these rows; or experts_dequantized
             (`moe.GroupedExperts`); or experts_apart, one after the other.
         """
-        plan = self.plan_experts(experts, rows, chosen, invariant=invariant)
-        refused = () if plan.refused is None else (("shared launches", plan.refused),)
-        return Selection(" + ".join(plan.launches) or plan.kernel, plan.shares, refused)
+        return _of_experts(self.plan_experts(experts, rows, chosen, invariant=invariant))
 
     def plan_experts(
         self,
@@ -391,11 +389,30 @@ class Card:
 
         `experts`, `rows`, `chosen` and `invariant` are as for the method `experts`.
 
-        Its `kernel` names shared launches by their rows: experts_by_8, experts_by_16, experts_by_32, experts_by_2x8 or
-        experts_by_2x16.
+        Its `kernel` names shared launches by their rows: experts_by_8, experts_by_16, experts_by_32, experts_by_64,
+        experts_by_2x8 or experts_by_2x16.
         """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
         return _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)
+
+    def float_experts(
+        self, rows: int, chosen: int, *, experts: int, hidden: int, width: int, invariant: bool = False
+    ) -> Selection:
+        """Return how the experts of a layer run whose matrices are all float.
+
+        Args:
+            rows: number of rows.
+            chosen: experts a row.
+            experts: experts of the layer.
+            hidden: features of a row.
+            width: features between gate, up and down.
+            invariant: as for the method `experts`.
+
+        Returns:
+            As the method `experts`; for prompts experts_sorted, one matmul after the other of rows sorted by expert.
+        """
+        sizes = {"experts": experts, "hidden": hidden, "width": width}
+        return _of_experts(_native.cuda_select_float_experts(self._native, rows, chosen, **sizes, invariant=invariant))
 
     def attention(
         self,
@@ -478,6 +495,11 @@ class Card:
             self._native, plan.native, rows, width, mirostat=mirostat, mixed=negative, top_n=top_n
         )
         return Selection.of(" + ".join(choice.kernels) or "CPU", choice.refused)
+
+
+def _of_experts(plan: _native.ExpertsPlan) -> Selection:
+    refused = () if plan.refused is None else (("shared launches", plan.refused),)
+    return Selection(" + ".join(plan.launches) or plan.kernel, plan.shares, refused)
 
 
 def known_cards() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ use crate::tensor::{DType, Tensor};
 pub struct CudaFloat {
     weight: Tensor,
     bias: Option<Tensor>,
-    matrix: FloatMatrix,
+    pub matrix: FloatMatrix,
 }
 
 #[pymethods]
@@ -134,6 +134,11 @@ impl CudaFloat {
 }
 
 impl CudaFloat {
+    /// The GPU of the weights, or None.
+    pub fn device(&self) -> Option<u32> {
+        self.weight.cuda
+    }
+
     fn scratch_of(&self, py: Python<'_>, x: &Tensor) -> PyResult<usize> {
         let device = Device::get(x.cuda.unwrap_or_default()).map_err(|e| device_error(py, &e))?;
         let rows = x.numel() / self.matrix.in_features;

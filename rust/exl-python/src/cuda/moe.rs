@@ -3,13 +3,14 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::Device;
 use exl_cuda::ops::moe::dequantized::{self, Padding, Part};
 use exl_cuda::ops::moe::{self, Call, Experts};
+use exl_cuda::{Capabilities, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::cuda::float::CudaFloat;
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::select::ExpertsPlan;
 use crate::cuda::{activation_kind, expect, target};
@@ -17,35 +18,70 @@ use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
-/// The quantized gated MLPs of a layer, some of which each row uses.
+/// (gate, up, down) of each expert of a layer.
+#[derive(FromPyObject)]
+pub enum ExpertMatrices {
+    Quantized(Vec<[Py<CudaMatrix>; 3]>),
+    Float(Vec<[Py<CudaFloat>; 3]>),
+}
+
+impl ExpertMatrices {
+    /// Their GPU, if there is one.
+    fn device(&self) -> PyResult<u32> {
+        let devices: Vec<Option<u32>> = match self {
+            Self::Quantized(all) => all.iter().flatten().map(|m| Some(m.get().device)).collect(),
+            Self::Float(all) => all.iter().flatten().map(|m| m.get().device()).collect(),
+        };
+        expect(!devices.is_empty(), "no experts")?;
+        let first = devices[0];
+        expect(
+            devices.iter().all(|&device| device == first),
+            "the experts are on several GPUs",
+        )?;
+        first.ok_or_else(|| PyValueError::new_err("the experts are on the CPU"))
+    }
+
+    fn experts(&self, caps: &Capabilities) -> Result<Experts, String> {
+        match self {
+            Self::Quantized(all) => {
+                let all: Vec<_> = all
+                    .iter()
+                    .map(|parts| parts.each_ref().map(|m| &m.get().matrix))
+                    .collect();
+                Experts::new(&all, caps)
+            }
+            Self::Float(all) => {
+                let all: Vec<_> = all
+                    .iter()
+                    .map(|parts| parts.each_ref().map(|m| &m.get().matrix))
+                    .collect();
+                Experts::of_float(&all, caps)
+            }
+        }
+    }
+}
+
+/// The gated MLPs of a layer, all quantized or all of float matrices, some of which each row uses.
 #[pyclass(frozen, name = "CudaExperts", module = "exl_kernels._native")]
 pub struct CudaExperts {
     experts: Experts,
     activation: i32,
     device: u32,
     /// Keeps the tensors alive whose addresses `experts` holds.
-    _matrices: Vec<[Py<CudaMatrix>; 3]>,
+    _matrices: ExpertMatrices,
 }
 
 #[pymethods]
 impl CudaExperts {
     /// (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
     #[new]
-    fn new(py: Python<'_>, matrices: Vec<[Py<CudaMatrix>; 3]>, activation: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, matrices: ExpertMatrices, activation: &str) -> PyResult<Self> {
         let activation = activation_kind(activation)? as i32;
-        expect(!matrices.is_empty(), "no experts")?;
-        let device = matrices[0][0].get().device;
-        expect(
-            matrices.iter().flatten().all(|m| m.get().device == device),
-            "the experts are on several GPUs",
-        )?;
+        let device = matrices.device()?;
         let info = Device::get(device).map_err(|error| device_error(py, &error))?;
-        let all: Vec<_> = matrices
-            .iter()
-            .map(|parts| parts.each_ref().map(|m| &m.get().matrix))
-            .collect();
-        let experts = Experts::new(&all, &info.info.caps).map_err(PyValueError::new_err)?;
-        drop(all);
+        let experts = matrices
+            .experts(&info.info.caps)
+            .map_err(PyValueError::new_err)?;
         Ok(Self {
             experts,
             activation,
@@ -192,7 +228,7 @@ impl CudaExperts {
     }
 
     /// Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
-    /// `run`.
+    /// `run`. For quantized experts.
     #[pyo3(signature = (table, *, numbers, part, out, launch))]
     fn dequantize(
         &self,

@@ -284,18 +284,19 @@ class _Model:
 
     def experts(self, about: ExpertsDescription, rows: int, *, invariant: bool) -> Selection | str:
         """Return how rows run through experts, or why no number of rows has shared launches."""
-        experts = []
-        for expert in about.experts:
-            parts = self.shapes.all(expert)
-            if parts is None:
-                return "they are float matrices"
-            if any(map(self.shapes.is_padded, expert)):
-                return "they have padding columns"
-            gate, up, down = parts
-            experts.append((gate, up, down))
         refusal = refusal_of_experts(about.activation, about.chosen)
         if refusal is not None:
             return refusal
+        whole = [self.shapes.all(expert) for expert in about.experts]
+        experts = [(parts[0], parts[1], parts[2]) for parts in whole if parts is not None]
+        if not experts and all(self.shapes.is_float(linear) for expert in about.experts for linear in expert):
+            gate = about.experts[0][0]
+            sizes = {"experts": len(whole), "hidden": gate.in_features, "width": gate.out_features}
+            return self.card.float_experts(rows, about.chosen, **sizes, invariant=invariant)
+        if len(experts) < len(whole):
+            return "some of their matrices are float"
+        if any(self.shapes.is_padded(linear) for expert in about.experts for linear in expert):
+            return "they have padding columns"
         return self.card.experts(experts, rows, about.chosen, invariant=invariant)
 
 

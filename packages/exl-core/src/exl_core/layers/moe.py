@@ -149,10 +149,11 @@ class MoE(FeedForward):
     rounding them to half would choose other experts where two are nearly as likely. Each row's contributions are added
     from the likeliest expert to the least, so the result does not depend on the other rows of the batch.
 
-    `inner` runs the experts one after the other: those with adapters or on several devices, and on a GPU float
-    matrices. Others share calls (`execution/experts_pass.py`): one native call on the CPU; on a GPU launches that read
-    on the device which experts few rows chose, or experts of prompts that are dequantized some at a time
-    (`exl_kernels.moe`). With batch-invariant matmuls all ways give bitwise identical results.
+    `inner` runs the experts one after the other: those with adapters or on several devices, and on a GPU experts of
+    which some are float and others quantized. Others share calls (`execution/experts_pass.py`): one native call on the
+    CPU; on a GPU launches that read on the device which experts few rows chose, or for prompts a call that dequantizes
+    some experts at a time or sorts rows by expert (`exl_kernels.moe`). With batch-invariant matmuls all ways give
+    bitwise identical results.
     """
 
     name = "MoEMLP"

@@ -3,7 +3,8 @@
 In shared launches nothing is read back: the chosen experts stay on the device, where every launch reads its work, so
 calls can be captured in a CUDA graph. A row's result is bitwise identical to that of one expert after the other
 (`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts with many rows for each
-expert run on dequantized experts, unless the call asks for batch-invariant rows.
+expert run on dequantized experts, or on one float expert after the other, unless the call asks for batch-invariant
+rows.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
         activation: kind of activation.
         chosen: experts a row.
     """
+    kinds = (CudaQuantMatrix, CudaFloatMatrix)
     for number, parts in enumerate(experts):
         for matrix in parts:
-            if not isinstance(matrix, CudaQuantMatrix):
-                return f"{matrix.name or f'a matrix of expert {number}'} is not quantized, or not on a GPU"
+            name = matrix.name or f"a matrix of expert {number}"
+            if not isinstance(matrix, kinds):
+                return f"{name} is not on a GPU"
+            if isinstance(matrix, CudaFloatMatrix) != isinstance(experts[0][0], CudaFloatMatrix):
+                return f"{name} is stored in another format than {experts[0][0].name or 'gate of expert 0'}"
     if len({matrix.device for parts in experts for matrix in parts}) > 1:
         return "the experts are on several GPUs"
     refusal = refusal_of_experts(activation, chosen)
@@ -64,8 +69,10 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
 
 
 def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:
-    held = [tuple(cast(CudaQuantMatrix, matrix)._cuda for matrix in parts) for parts in experts]
-    return _native.CudaExperts(held, activation)
+    if experts and isinstance(experts[0][0], CudaFloatMatrix):
+        floats = [[cast(CudaFloatMatrix, matrix)._native_float for matrix in parts] for parts in experts]
+        return _native.CudaExperts(floats, activation)
+    return _native.CudaExperts([[cast(CudaQuantMatrix, m)._cuda for m in parts] for parts in experts], activation)
 
 
 class ExpertRouter:
@@ -189,7 +196,7 @@ def expert_router(
 
 
 class GroupedExperts:
-    """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ.
+    """The gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), all EXL2, all GPTQ or all of float matrices.
 
     Args:
         experts: gate, up and down of each expert, on one GPU.
@@ -209,6 +216,7 @@ class GroupedExperts:
         self.device = experts[0][0].device
         self.hidden = experts[0][0].in_features
         self._activation = activation
+        self._experts = tuple(experts)
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
         self._most_pairs = self._native.most_pairs
@@ -285,10 +293,11 @@ class GroupedExperts:
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
         plan = self.plan(rows, chosen, invariant)
-        if plan.dequantizes:
+        if plan.dequantizes or plan.sorts:
+            parts_of = self._sorted_parts if plan.sorts else self._dequantized_parts
             for begin in range(0, rows, LIMITS.grid_rows):  # the weighted sum has a block a row
                 some = slice(begin, begin + LIMITS.grid_rows)
-                parts, places = self._dequantized_parts(h[some], ids[some])
+                parts, places = parts_of(h[some], ids[some])
                 self._native.combine(
                     parts,
                     places=places,
@@ -315,6 +324,35 @@ class GroupedExperts:
                 residual=None if residual is None else residual[some],
             )
         return out
+
+    def _sorted_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the experts of each row, sorted by expert, with a matmul of each matrix.
+
+        Waits for the GPU: the host needs the number of rows of each expert.
+
+        Returns:
+            results [T * chosen, hidden], and int32 [T, chosen], the row of each choice's result there.
+        """
+        by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
+        begins = torch.searchsorted(by_expert, self._numbers)
+        pairs = order.shape[0]
+        places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
+        places.view(-1)[order] = torch.arange(pairs, dtype=torch.int32, device=h.device)
+        x = h.index_select(0, order // ids.shape[1])
+        bounds = begins.tolist()
+        runs = [
+            (expert, slice(begin, end))
+            for expert, begin, end in zip(self._experts, bounds, bounds[1:], strict=False)
+            if begin < end
+        ]
+        inner, up, parts = (h.new_empty(pairs, size) for size in (self._native.width, self._native.width, self.hidden))
+        for (first, second, _), some in runs:
+            first.matmul(x[some], inner[some], invariant=False)
+            second.matmul(x[some], up[some], invariant=False)
+        gated_activation(inner, up, self._activation, out=inner)
+        for (_, _, down), some in runs:
+            down.matmul(inner[some], parts[some], invariant=False)
+        return parts, places
 
     def _dequantized_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the experts of each row with dequantized matrices.

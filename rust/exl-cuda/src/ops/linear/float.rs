@@ -15,7 +15,7 @@ use crate::rows::FEW_ROWS;
 
 /// Parts of K with a sum of their own, each a chain of matrix instructions.
 const SLICES: usize = 8;
-const THREADS: usize = SLICES * 32;
+pub(crate) const THREADS: usize = SLICES * 32;
 /// Numbers of K of a stage, of which slices have whole ones.
 const STAGE_K: usize = 64;
 /// Of a block of `float_tile.cu`.
@@ -100,7 +100,7 @@ impl Kernel {
         }
     }
 
-    const fn features(self) -> usize {
+    pub(crate) const fn features(self) -> usize {
         match self {
             Self::Rows { tiles, .. } => tiles * TILE,
             Self::Tile { .. } | Self::Parts { .. } => TILE_FEATURES,
@@ -109,8 +109,16 @@ impl Kernel {
 
     /// Whether a launch may begin while its predecessor drains. Blocks of few rows that did would be spread over the SMs unevenly:
     /// a step of one sequence took 5,627 instead of 4,807 us.
-    const fn starts_early(self) -> bool {
+    pub(crate) const fn starts_early(self) -> bool {
         !matches!(self, Self::Rows { .. })
+    }
+
+    /// Shared memory of a block for the sums of its slices, which the launch does not ask for.
+    pub(crate) const fn static_bytes(self) -> usize {
+        match self {
+            Self::Rows { rows, tiles } => SLICES * rows * tiles * TILE * size_of::<f32>(),
+            Self::Tile { .. } | Self::Parts { .. } => 0,
+        }
     }
 
     const fn parts(self) -> usize {
@@ -120,7 +128,7 @@ impl Kernel {
         }
     }
 
-    const fn shared_bytes(self) -> usize {
+    pub(crate) const fn shared_bytes(self) -> usize {
         match self {
             Self::Rows { .. } => 0,
             Self::Tile { rows } | Self::Parts { rows, .. } => {
@@ -128,6 +136,11 @@ impl Kernel {
             }
         }
     }
+}
+
+/// Numbers of K of a slice of a matrix of `in_features`.
+pub(crate) const fn slice_of(in_features: usize) -> usize {
+    in_features.div_ceil(SLICES).next_multiple_of(STAGE_K)
 }
 
 const SUM: &str = "gemm_float_sum";
@@ -234,10 +247,7 @@ pub unsafe fn matmul(to: Target, matrix: &FloatMatrix, op: &Matmul) -> Result<()
     }
     let device = Device::get(to.device)?;
     let kernel = kernel_of(&device.info.caps, matrix, op.m, op.x);
-    let slice = matrix
-        .in_features
-        .div_ceil(SLICES)
-        .next_multiple_of(STAGE_K);
+    let slice = slice_of(matrix.in_features);
     let parts = kernel.parts();
     let argument = Argument {
         weight: matrix.weight,

@@ -2,7 +2,7 @@
 //! results.
 
 use super::select::FREE_ROWS;
-use super::{Call, Experts, sum_parts};
+use super::{Call, Experts, Launches, Matrices, sum_parts};
 use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::launch::{CudaError, Launch};
@@ -24,11 +24,11 @@ pub unsafe fn combine(
         return Ok(());
     }
     index32("pairs of rows and experts", op.rows * op.chosen)?;
-    let mut argument = experts.argument(op);
+    let mut argument = experts.argument(op, experts.form(op.rows, op.chosen));
     (argument.parts, argument.places) = (parts, places);
     let device = Device::get(to.device)?;
     // SAFETY: the caller guarantees that the addresses are valid.
-    unsafe { sum_parts(to, device, experts, argument, None) }
+    unsafe { sum_parts(&Launches { device, to }, experts, argument, None) }
 }
 
 /// Memory for dequantized matrices, unless a single one is larger.
@@ -169,12 +169,21 @@ pub unsafe fn dequantize(
             limit: format!("the {} of the layer", experts.count()),
         });
     }
+    let Matrices::Quantized(quantized) = &experts.matrices else {
+        return Err(CudaError::Argument {
+            what: "dequantize float experts".to_owned(),
+            limit: "quantized ones only".to_owned(),
+        });
+    };
     let device = Device::get(to.device)?;
-    let tiles = experts.matmuls[usize::from(part == Part::Down)].tiles;
+    let tiles = quantized.matmuls[usize::from(part == Part::Down)].tiles;
     let launch = Launch {
-        kernel: &format!("experts_dequantize_{}_{}", experts.kind, experts.entry_rows),
+        kernel: &format!(
+            "experts_dequantize_{}_{}",
+            quantized.kind, quantized.entry_rows
+        ),
         grid: [
-            experts.layout_rows[part as usize].div_ceil(64) as u32,
+            quantized.layout_rows[part as usize].div_ceil(64) as u32,
             tiles.div_ceil(8) as u32,
             count as u32,
         ],

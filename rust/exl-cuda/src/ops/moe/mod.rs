@@ -4,22 +4,26 @@
 //! blocks read their work from tables. A pair is a row with one of its choices.
 
 pub mod dequantized;
+mod float;
 mod plan;
+mod quantized;
 pub mod route;
 mod scratch;
 pub mod select;
 
 use super::Target;
 use super::elementwise::Activation;
-use super::linear::{Matrix, MatrixArgument};
+use super::linear::Matrix;
+use super::linear::float::FloatMatrix;
+use super::linear::select::is_invariant;
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
-use crate::features::Feature;
 use crate::launch::{CudaError, Launch};
-use crate::layout::UNIT_ROWS;
 use crate::parameters::kernels;
-use plan::{Form, Matmul};
+use float::Float;
+use plan::Form;
+use quantized::Quantized;
 use scratch::{ITEM_BYTES, Scratch};
 use select::Kernel;
 
@@ -38,24 +42,6 @@ pub fn refusal(activation: &str, chosen: usize) -> Option<String> {
     }
     (chosen > MOST_PAIRS).then(|| format!("{chosen} experts a row, more than {MOST_PAIRS}"))
 }
-
-/// Most units of a matrix: a lane of a warp names one of a quarter of them, and its offset is a multiple of 16 in 16 bits.
-const MOST_UNITS: usize = 128;
-const _: () = assert!(MOST_UNITS / 4 <= 32 && MOST_UNITS * (128 * 32 + 512) <= 16 << 16);
-
-/// `struct Expert` of `kernels/moe/experts.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct ExpertArgument {
-    gate: MatrixArgument,
-    up: MatrixArgument,
-    down: MatrixArgument,
-    gate_features: usize,
-    up_features: usize,
-    down_features: usize,
-}
-
-assert_layout!(ExpertArgument, experts::Expert, { gate, up, down, gate_features, up_features, down_features });
 
 /// `struct ExpertCall` of `kernels/moe/experts.cuh`.
 #[repr(C)]
@@ -97,27 +83,16 @@ assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, it
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
 pub struct Experts {
-    entries: Vec<ExpertArgument>,
-    kind: &'static str,
-    entry_rows: usize,
     hidden: usize,
-    /// Weights of an expert.
-    weights: usize,
-    /// Packed copies of a row: gate and up share one if their rows of K have the same order.
-    inputs: usize,
-    /// Rows of K of the packed inputs, in whole units.
-    x_stride: usize,
-    inner_stride: usize,
-    /// The matmul of gate and up, and that of down.
-    matmuls: [Matmul; 2],
-    /// Forms that the card has kernels and shared memory for.
-    forms: Vec<Form>,
-    /// SMs of the card, and bytes of shared memory of a block there.
-    card: [usize; 2],
-    /// No matrix has a bias or a factor, so that a dequantized matrix is all of it.
-    plain: bool,
-    /// Most rows of the layout of gate, up and down.
-    layout_rows: [usize; 3],
+    /// Features between gate, up and down.
+    width: usize,
+    matrices: Matrices,
+}
+
+#[derive(Clone, Debug)]
+enum Matrices {
+    Quantized(Quantized),
+    Float(Float),
 }
 
 /// Addresses of one call; the device's memory, row-major and contiguous.
@@ -147,109 +122,78 @@ pub struct Call {
     pub activation: i32,
 }
 
+/// Hidden features, and features between gate, up and down. `sizes`: inputs and outputs of gate, up and down of each expert. The error says
+/// why shared launches cannot take them.
+fn sizes_of(sizes: &[[[usize; 2]; 3]]) -> Result<[usize; 2], String> {
+    let Some(&[[hidden, width], _, _]) = sizes.first() else {
+        return Err("no experts".to_owned());
+    };
+    if sizes.len() > MOST_EXPERTS {
+        return Err(format!("{} experts, more than {MOST_EXPERTS}", sizes.len()));
+    }
+    let expected = [[hidden, width], [hidden, width], [width, hidden]];
+    if let Some(number) = sizes.iter().position(|&found| found != expected) {
+        return Err(format!("expert {number} has other sizes than expert 0"));
+    }
+    if !hidden.is_multiple_of(8) {
+        return Err(format!("{hidden} hidden features, no multiple of 8"));
+    }
+    Ok([hidden, width])
+}
+
 impl Experts {
-    /// Experts of one card, each (gate, up, down). The error says why shared launches cannot take them.
+    /// Quantized experts of one card, each (gate, up, down). The error says why shared launches cannot take them.
     pub fn new(experts: &[[&Matrix; 3]], caps: &Capabilities) -> Result<Self, String> {
-        let Some([gate, _, down]) = experts.first() else {
-            return Err("no experts".to_owned());
-        };
-        if experts.len() > MOST_EXPERTS {
-            return Err(format!(
-                "{} experts, more than {MOST_EXPERTS}",
-                experts.len()
-            ));
-        }
-        let (hidden, width) = (gate.in_features(), gate.out_features());
-        for (number, [g, u, d]) in experts.iter().enumerate() {
-            let sized = |m: &Matrix, k, n| m.in_features() == k && m.out_features() == n;
-            if !(sized(g, hidden, width) && sized(u, hidden, width) && sized(d, width, hidden)) {
-                return Err(format!("expert {number} has other sizes than expert 0"));
-            }
-            if [g, u, d]
-                .iter()
-                .any(|m| m.kind != gate.kind || m.entry_rows != gate.entry_rows)
-            {
-                return Err(format!(
-                    "expert {number} is stored in another format, or with other groups, than expert 0"
-                ));
-            }
-        }
-        if !hidden.is_multiple_of(8) {
-            return Err(format!("{hidden} hidden features, no multiple of 8"));
-        }
-        let all = |parts: &[usize]| -> Vec<&Matrix> {
-            experts
-                .iter()
-                .flat_map(|e| parts.iter().map(|&part| e[part]))
-                .collect()
-        };
-        let rows = |parts: &[usize]| all(parts).iter().map(|m| m.rows()).max().unwrap_or(0);
-        let stride = |parts: &[usize]| rows(parts).next_multiple_of(UNIT_ROWS);
-        let matmuls = [
-            Matmul::new("gate_up", 2, &all(&[0, 1])),
-            Matmul::new("down", 1, &all(&[2])),
-        ];
-        let card = [caps.sms, caps.shared_per_block];
-        let fitting = |form: &Form| {
-            let fits = |matmul: &Matmul| matmul.fits(*form, caps.shared_per_block);
-            matmuls.iter().all(fits) && (form.tiles() == 1 || caps.has(Feature::BulkCopy))
-        };
-        let forms: Vec<Form> = Form::ALL.into_iter().filter(fitting).collect();
-        if forms.is_empty() {
-            return Err(format!(
-                "their units and sums do not fit {} bytes of shared memory",
-                caps.shared_per_block
-            ));
-        }
-        let most = all(&[0, 1, 2]).iter().map(|m| m.argument.unit_count).max();
-        if most > Some(MOST_UNITS as i32) {
-            return Err(format!(
-                "inputs of {} rows, more than {}",
-                rows(&[0, 1, 2]),
-                MOST_UNITS * UNIT_ROWS
-            ));
-        }
-        let alike = experts
-            .iter()
-            .all(|[g, u, _]| g.features_host == u.features_host);
-        let bare =
-            |m: &&Matrix| m.argument.bias == 0 && m.argument.prescale.to_bits() == 1f32.to_bits();
+        let size = |m: &Matrix| [m.in_features(), m.out_features()];
+        let sizes: Vec<_> = experts.iter().map(|parts| parts.map(size)).collect();
+        let [hidden, width] = sizes_of(&sizes)?;
         Ok(Self {
-            entries: experts
-                .iter()
-                .map(|[g, u, d]| ExpertArgument {
-                    gate: g.argument,
-                    up: u.argument,
-                    down: d.argument,
-                    gate_features: g.features,
-                    up_features: u.features,
-                    down_features: d.features,
-                })
-                .collect(),
-            kind: down.kind,
-            entry_rows: down.entry_rows,
             hidden,
-            weights: 3 * hidden * width,
-            inputs: if alike { 1 } else { 2 },
-            x_stride: stride(&[0, 1]),
-            inner_stride: stride(&[2]),
-            matmuls,
-            forms,
-            card,
-            plain: all(&[0, 1, 2]).iter().all(bare),
-            layout_rows: [rows(&[0]), rows(&[1]), rows(&[2])],
+            width,
+            matrices: Matrices::Quantized(Quantized::new(experts, caps)?),
+        })
+    }
+
+    /// Float experts of one card, as [`Experts::new`].
+    pub fn of_float(experts: &[[&FloatMatrix; 3]], caps: &Capabilities) -> Result<Self, String> {
+        let size = |m: &FloatMatrix| [m.in_features, m.out_features];
+        let sizes: Vec<_> = experts.iter().map(|parts| parts.map(size)).collect();
+        let [hidden, width] = sizes_of(&sizes)?;
+        Ok(Self {
+            hidden,
+            width,
+            matrices: Matrices::Float(Float::new(experts, caps)?),
         })
     }
 
     pub fn count(&self) -> usize {
-        self.entries.len()
+        match &self.matrices {
+            Matrices::Quantized(quantized) => quantized.entries.len(),
+            Matrices::Float(float) => float.entries.len(),
+        }
+    }
+
+    fn forms(&self) -> &[Form] {
+        match &self.matrices {
+            Matrices::Quantized(quantized) => &quantized.forms,
+            Matrices::Float(float) => &float.forms,
+        }
     }
 
     /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
     pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
-        let invariant = invariant || !self.plain;
-        let call = self.shape(rows, chosen);
-        select::select(call, self.weights, &self.forms, invariant)
+        let prompts = match &self.matrices {
+            Matrices::Quantized(quantized) => quantized.plain.then_some(Kernel::Dequantized),
+            Matrices::Float(_) => Some(Kernel::Sorted),
+        };
+        let prompts = prompts.filter(|_| !is_invariant(rows, invariant));
+        let form = self.form(rows, chosen);
+        select::select(self.shape(rows, chosen), self.weights(), form, prompts)
+    }
+
+    /// Weights of an expert.
+    const fn weights(&self) -> usize {
+        3 * self.hidden * self.width
     }
 
     fn shape(&self, rows: usize, chosen: usize) -> select::Call {
@@ -266,14 +210,11 @@ impl Experts {
         let Kernel::Shared(form) = self.kernel(rows, chosen, invariant) else {
             return Vec::new();
         };
-        let matmuls = self.matmuls.each_ref();
-        let [gate_up, down] = matmuls.map(|matmul| self.matmul_name(matmul, form));
+        let [gate_up, down] = match &self.matrices {
+            Matrices::Quantized(quantized) => quantized.names(form),
+            Matrices::Float(_) => Float::names(form),
+        };
         vec![ARRANGE.to_owned(), gate_up, down, COMBINE.to_owned()]
-    }
-
-    fn matmul_name(&self, matmul: &Matmul, form: Form) -> String {
-        let (name, kind, entry_rows) = (matmul.name, self.kind, self.entry_rows);
-        format!("experts_{name}_{kind}_{entry_rows}_{}", form.suffix())
     }
 
     pub fn hidden(&self) -> usize {
@@ -282,39 +223,42 @@ impl Experts {
 
     /// Features between gate, up and down.
     pub fn width(&self) -> usize {
-        self.weights / (3 * self.hidden)
+        self.width
     }
 
     /// The table of all experts that the launches read, to be copied to the GPU.
     pub fn table(&self) -> &[u8] {
-        // SAFETY: plain numbers without padding (the size is that of all fields); the lifetime is that of `self`.
-        unsafe {
-            std::slice::from_raw_parts(
-                self.entries.as_ptr().cast(),
-                size_of_val(self.entries.as_slice()),
-            )
+        match &self.matrices {
+            Matrices::Quantized(quantized) => bytes_of(&quantized.entries),
+            Matrices::Float(float) => bytes_of(&float.entries),
         }
     }
 
     /// How the shared launches of a call multiply.
     fn form(&self, rows: usize, chosen: usize) -> Form {
-        select::form(self.shape(rows, chosen), &self.forms)
+        let call = self.shape(rows, chosen);
+        match &self.matrices {
+            Matrices::Quantized(_) => select::form(call, self.forms()),
+            Matrices::Float(_) => select::float_form(call, self.forms()),
+        }
     }
 
-    /// Columns of packed inputs: room for the last item of each expert.
-    fn columns(&self, rows: usize, chosen: usize) -> usize {
-        let at_once = self.form(rows, chosen).rows();
-        rows * chosen + (at_once - 1) * self.count()
+    /// Columns of packed inputs of `pairs` pairs, rows of K of each for gate and up together, and of the input of down.
+    fn packed(&self, pairs: usize, form: Form) -> [usize; 3] {
+        match &self.matrices {
+            Matrices::Quantized(q) => [
+                q.columns(pairs, form),
+                q.inputs * q.x_stride,
+                q.inner_stride,
+            ],
+            Matrices::Float(float) => [pairs, 0, float.inner_stride()],
+        }
     }
 
     fn scratch(&self, rows: usize, chosen: usize) -> Scratch {
-        Scratch::of(
-            rows * chosen,
-            self.columns(rows, chosen),
-            self.inputs * self.x_stride,
-            self.inner_stride,
-            self.hidden,
-        )
+        let pairs = rows * chosen;
+        let [columns, x, inner] = self.packed(pairs, self.form(rows, chosen));
+        Scratch::of(pairs, columns, x, inner, self.hidden)
     }
 
     /// Bytes of scratch memory of a call, or of the launches of [`MOST_PAIRS`] pairs into which larger calls are split.
@@ -322,11 +266,16 @@ impl Experts {
         self.scratch(rows_at_once(rows, chosen), chosen).bytes()
     }
 
-    fn argument(&self, op: &Call) -> CallArgument {
+    /// The operands of a call whose launches multiply as `form`.
+    fn argument(&self, op: &Call, form: Form) -> CallArgument {
         let pairs = op.rows * op.chosen;
+        let [columns, _, inner_stride] = self.packed(pairs, form);
+        let (x_stride, inputs, narrow) = match &self.matrices {
+            Matrices::Quantized(q) => (q.x_stride, q.inputs, form.narrow()),
+            Matrices::Float(_) => (0, 0, form.rows()),
+        };
         let sizes = self.scratch(op.rows, op.chosen);
         let items = op.scratch + 16;
-        let form = self.form(op.rows, op.chosen);
         let x = op.scratch + sizes.tables;
         let inner = x + sizes.x;
         CallArgument {
@@ -348,19 +297,25 @@ impl Experts {
             rows: op.rows as i32,
             chosen: op.chosen as i32,
             pairs: pairs as i32,
-            count: self.entries.len() as i32,
+            count: self.count() as i32,
             hidden: self.hidden as i32,
-            x_stride: self.x_stride as i32,
-            inner_stride: self.inner_stride as i32,
-            inputs: self.inputs as i32,
+            x_stride: x_stride as i32,
+            inner_stride: inner_stride as i32,
+            inputs: inputs as i32,
             activation: op.activation,
             tiles: 0,
             at_once: form.rows() as i32,
-            narrow: form.narrow() as i32,
-            columns: self.columns(op.rows, op.chosen) as i32,
+            narrow: narrow as i32,
+            columns: columns as i32,
             unit_bytes: 0,
         }
     }
+}
+
+/// The bytes of a table's entries.
+fn bytes_of<T: Copy>(entries: &[T]) -> &[u8] {
+    // SAFETY: entries are plain numbers without padding (their size is that of all fields); the lifetime is that of `entries`.
+    unsafe { std::slice::from_raw_parts(entries.as_ptr().cast(), size_of_val(entries)) }
 }
 
 const ARRANGE: &str = "experts_arrange";
@@ -375,6 +330,14 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         names.extend(select::route::kernels());
         return names;
     };
+    if let Some(rest) = rest.strip_prefix("float") {
+        let rows: &[Form] = if rest.is_empty() {
+            &[Form::By8, Form::By16]
+        } else {
+            &[Form::By32, Form::By64]
+        };
+        return rows.iter().flat_map(|&form| Float::names(form)).collect();
+    }
     if rest == "dequantize" {
         return ["exl2_128", "exl2_32", "gptq_128", "gptq_32"]
             .map(|form| format!("experts_dequantize_{form}"))
@@ -384,12 +347,33 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         Some(rest) => (2, rest),
         None => (1, rest),
     };
-    let forms = Form::ALL.into_iter().filter(|form| form.tiles() == tiles);
+    let forms = Form::QUANTIZED
+        .into_iter()
+        .filter(|form| form.tiles() == tiles);
     forms
         .flat_map(|form| {
             ["gate_up", "down"].map(|part| format!("experts_{part}_{rest}_{}", form.suffix()))
         })
         .collect()
+}
+
+/// Where a call launches.
+struct Launches {
+    device: &'static Device,
+    to: Target,
+}
+
+impl Launches {
+    fn launch<'a>(&self, kernel: &'a str, grid: [u32; 3], block: u32, shared: usize) -> Launch<'a> {
+        Launch {
+            kernel,
+            grid,
+            block,
+            shared_bytes: shared as u32,
+            stream: self.to.stream,
+            programmatic: self.to.programmatic,
+        }
+    }
 }
 
 /// out = residual + sum over a row's choices of weight * down(act(gate(h)) * up(h)), + shared * its weight. Every part is rounded to half.
@@ -410,44 +394,30 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         });
     }
     let device = Device::get(to.device)?;
-    let mut argument = experts.argument(op);
-    let launch = |kernel: &str, blocks, threads, shared, of_sm, argument: CallArgument| {
-        let launch = Launch {
-            kernel,
-            grid: [blocks, 1, 1],
-            block: threads,
-            shared_bytes: shared,
-            stream: to.stream,
-            programmatic: to.programmatic,
-        };
-        let mut arguments = kernels::Experts { call: argument };
-        // SAFETY: the caller guarantees that the addresses are valid.
-        unsafe { launch.run_with_shared(device, Some(of_sm), &mut arguments) }
-    };
     let form = experts.form(op.rows, op.chosen);
+    let (form, (blocks, of_sm)) = match &experts.matrices {
+        Matrices::Quantized(quantized) => (form, quantized.arranging(pairs, form)),
+        Matrices::Float(_) => {
+            let form = Float::form_at(form, op.h);
+            (form, (1, Float::of_sm(form)))
+        }
+    };
+    let argument = experts.argument(op, form);
+    let launches = Launches { device, to };
+    let arrange = launches.launch(ARRANGE, [blocks, 1, 1], 256, 0);
     let items = pairs.min(experts.count() + pairs / form.rows());
-    let plan = |matmul: &Matmul| matmul.launch(items, form, experts.card);
-    let blocks = (pairs * experts.inputs + 1) as u32;
-    // As in the next launch, so that SMs need not change over.
-    let of_sm = plan(&experts.matmuls[0]).of_sm;
-    launch(ARRANGE, blocks, 256, 0, of_sm, argument)?;
-    // No launch may come between the two: see `expert_product`.
-    for matmul in &experts.matmuls {
-        let kernel = experts.matmul_name(matmul, form);
-        let plan = plan(matmul);
-        argument.tiles = matmul.tiles as i32;
-        argument.unit_bytes = matmul.unit_bytes as i32;
-        launch(
-            &kernel,
-            plan.blocks,
-            plan.threads,
-            plan.shared as u32,
-            plan.of_sm,
-            argument,
-        )?;
+    // SAFETY: the caller guarantees that the addresses are valid; `parts` lies in the scratch memory.
+    unsafe {
+        let mut arguments = kernels::Experts { call: argument };
+        arrange.run_with_shared(device, Some(of_sm), &mut arguments)?;
+        match &experts.matrices {
+            Matrices::Quantized(quantized) => {
+                quantized.multiply(&launches, argument, items, form)?;
+            }
+            Matrices::Float(float) => float.multiply(&launches, &argument, items, form)?,
+        }
+        sum_parts(&launches, experts, argument, Some(0))
     }
-    // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
-    unsafe { sum_parts(to, device, experts, argument, Some(0)) }
 }
 
 /// Launch the weighted sum of `argument.parts`, with `of_sm` bytes of shared memory on each SM.
@@ -455,23 +425,18 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
 /// # Safety
 /// As for [`combine`].
 unsafe fn sum_parts(
-    to: Target,
-    device: &Device,
+    to: &Launches,
     experts: &Experts,
     argument: CallArgument,
     of_sm: Option<usize>,
 ) -> Result<(), CudaError> {
-    let launch = Launch {
-        kernel: COMBINE,
-        grid: [experts.hidden.div_ceil(512) as u32, argument.rows as u32, 1],
-        block: 256,
-        shared_bytes: 0,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
+    let grid = [experts.hidden.div_ceil(512) as u32, argument.rows as u32, 1];
     let mut arguments = kernels::Experts { call: argument };
     // SAFETY: the caller guarantees that the addresses are valid.
-    unsafe { launch.run_with_shared(device, of_sm, &mut arguments) }
+    unsafe {
+        to.launch(COMBINE, grid, 256, 0)
+            .run_with_shared(to.device, of_sm, &mut arguments)
+    }
 }
 
 #[cfg(test)]
@@ -513,29 +478,27 @@ mod tests {
         assert!(Experts::new(&[], &card("H100", RELEASE)).is_err());
     }
 
+    /// The quantized matrices of experts.
+    fn quantized(experts: &[[Matrix; 3]], card: &Capabilities) -> Quantized {
+        match Experts::new(&all(experts), card).expect("fits").matrices {
+            Matrices::Quantized(quantized) => quantized,
+            Matrices::Float(_) => unreachable!("the matrices are quantized"),
+        }
+    }
+
     #[test]
     fn rows_are_packed_once_if_gate_and_up_agree() {
-        let mut experts = made(2, 512, 256);
-        assert_eq!(
-            Experts::new(&all(&experts), &card("H100", RELEASE))
-                .unwrap()
-                .inputs,
-            1
-        );
+        let (mut experts, card) = (made(2, 512, 256), card("H100", RELEASE));
+        assert_eq!(quantized(&experts, &card).inputs, 1);
         experts[1][1].features_host.reverse();
-        assert_eq!(
-            Experts::new(&all(&experts), &card("H100", RELEASE))
-                .unwrap()
-                .inputs,
-            2
-        );
+        assert_eq!(quantized(&experts, &card).inputs, 2);
     }
 
     #[test]
     fn blocks_fit_every_card() {
         for card in CARDS.map(|card| card.with_own_code()) {
             let experts = made(9, 4096, 14336);
-            let made = Experts::new(&all(&experts), &card).expect("fits");
+            let made = quantized(&experts, &card);
             for (matmul, form) in made
                 .matmuls
                 .iter()
@@ -562,7 +525,7 @@ mod tests {
                 table: 0, h: 0, ids: 0, weights: 0, scratch: 4096, shared: 0, shared_weights: 0, residual: 0, out: 0, rows, chosen,
                 activation: 0,
             };
-            let a = experts.argument(&call);
+            let a = experts.argument(&call, experts.form(rows, chosen));
             prop_assert!(a.item_counts == 4096 && a.items.is_multiple_of(16) && a.items >= 4096 + 4);
             prop_assert!(a.order >= a.items + 16 * pairs);
             prop_assert!(a.x >= a.order + 4 * pairs && a.x.is_multiple_of(16));

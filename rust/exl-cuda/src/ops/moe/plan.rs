@@ -18,12 +18,14 @@ pub enum Form {
     By8,
     By16,
     By32,
+    By64,
     PairsBy8,
     PairsBy16,
 }
 
 impl Form {
-    pub const ALL: [Self; 5] = [
+    /// Those of quantized experts.
+    pub const QUANTIZED: [Self; 5] = [
         Self::By8,
         Self::By16,
         Self::By32,
@@ -31,12 +33,16 @@ impl Form {
         Self::PairsBy16,
     ];
 
+    /// Those of float experts.
+    pub const FLOAT: [Self; 4] = [Self::By8, Self::By16, Self::By32, Self::By64];
+
     /// The end of a kernel's name.
     pub const fn suffix(self) -> &'static str {
         match self {
             Self::By8 => "8",
             Self::By16 => "16",
             Self::By32 => "32",
+            Self::By64 => "64",
             Self::PairsBy8 => "2x8",
             Self::PairsBy16 => "2x16",
         }
@@ -47,6 +53,7 @@ impl Form {
             Self::By8 | Self::PairsBy8 => FEW_ROWS,
             Self::By16 | Self::PairsBy16 => 16,
             Self::By32 => 32,
+            Self::By64 => 64,
         }
     }
 
@@ -60,7 +67,7 @@ impl Form {
 
     pub const fn tiles(self) -> usize {
         match self {
-            Self::By8 | Self::By16 | Self::By32 => 1,
+            Self::By8 | Self::By16 | Self::By32 | Self::By64 => 1,
             Self::PairsBy8 | Self::PairsBy16 => 2,
         }
     }

@@ -7,9 +7,10 @@ use exl_cuda::layout::{Layout, Problem, has_fine_scales};
 use exl_cuda::ops::Element;
 use exl_cuda::ops::elementwise::select as norms;
 use exl_cuda::ops::kv::{self, KINDS, Kind};
+use exl_cuda::ops::linear::float::{self, FloatMatrix};
 use exl_cuda::ops::linear::lora::select as adapters;
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
-use exl_cuda::ops::linear::{Addresses, Matrix, float};
+use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
@@ -258,15 +259,17 @@ pub struct ExpertsPlan {
     kernel: &'static str,
     /// One call for all experts is faster than one expert after the other.
     shares: bool,
-    /// The call dequantizes some experts at a time; otherwise they share launches.
+    /// The call dequantizes some experts at a time.
     dequantizes: bool,
+    /// The call sorts its rows by expert, for a matmul of each. Calls that neither sort nor dequantize share launches.
+    sorts: bool,
     /// Why the experts cannot share launches, or None.
     refused: Option<String>,
-    /// Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized or refused.
+    /// Rows of a call of shared launches: more rows are several calls. All rows where experts are dequantized, sorted or refused.
     rows: usize,
     /// Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
     scratch_bytes: usize,
-    /// Names of the functions of shared launches, in their order; none where experts are dequantized or run one after the other.
+    /// Names of the functions of shared launches, in their order; none where experts are dequantized, sorted or run one after the other.
     launches: Vec<String>,
 }
 
@@ -275,7 +278,7 @@ impl ExpertsPlan {
     pub fn of(experts: &moe::Experts, rows: usize, chosen: usize, invariant: bool) -> Self {
         let plan = Self::new(experts.kernel(rows, chosen, invariant), rows, None);
         Self {
-            rows: if plan.dequantizes {
+            rows: if plan.dequantizes || plan.sorts {
                 rows
             } else {
                 moe::rows_at_once(rows, chosen)
@@ -286,12 +289,26 @@ impl ExpertsPlan {
         }
     }
 
+    /// The same of experts that shared launches may refuse.
+    fn of_made(
+        experts: Result<moe::Experts, String>,
+        rows: usize,
+        chosen: usize,
+        invariant: bool,
+    ) -> Self {
+        match experts {
+            Ok(made) => Self::of(&made, rows, chosen, invariant),
+            Err(why) => Self::new(moe::select::Kernel::Apart, rows, Some(why)),
+        }
+    }
+
     fn new(kernel: moe::select::Kernel, rows: usize, refused: Option<String>) -> Self {
         Self {
             rows,
             kernel: kernel.name(),
             shares: kernel.shares(),
             dequantizes: kernel.dequantizes(),
+            sorts: kernel.sorts(),
             refused,
             scratch_bytes: 0,
             launches: Vec::new(),
@@ -313,10 +330,34 @@ pub fn cuda_select_experts(
         .iter()
         .map(|parts| parts.each_ref().map(|shape| &shape.matrix))
         .collect();
-    match moe::Experts::new(&all, &card.caps) {
-        Ok(made) => ExpertsPlan::of(&made, rows, chosen, invariant),
-        Err(why) => ExpertsPlan::new(moe::select::Kernel::Apart, rows, Some(why)),
-    }
+    let experts = moe::Experts::new(&all, &card.caps);
+    ExpertsPlan::of_made(experts, rows, chosen, invariant)
+}
+
+/// As `cuda_select_experts`, for `experts` experts of float matrices with aligned weights; `width`: features between gate, up and down.
+#[pyfunction]
+#[pyo3(signature = (card, rows, chosen, *, experts, hidden, width, invariant=false))]
+pub fn cuda_select_float_experts(
+    card: &CudaCard,
+    rows: usize,
+    chosen: usize,
+    experts: usize,
+    hidden: usize,
+    width: usize,
+    invariant: bool,
+) -> ExpertsPlan {
+    let matrix = |in_features, out_features| FloatMatrix {
+        weight: 0,
+        bias: 0,
+        in_features,
+        out_features,
+        scale: 1.0,
+        prescale: 1.0,
+    };
+    let (up, down) = (matrix(hidden, width), matrix(width, hidden));
+    let all = vec![[&up, &up, &down]; experts];
+    let experts = moe::Experts::of_float(&all, &card.caps);
+    ExpertsPlan::of_made(experts, rows, chosen, invariant)
 }
 
 fn named(kind: &str) -> PyResult<Kind> {

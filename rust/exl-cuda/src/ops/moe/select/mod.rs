@@ -6,7 +6,6 @@
 pub mod route;
 
 use super::plan::Form;
-use crate::ops::linear::select::is_invariant;
 use crate::rows::FEW_ROWS;
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
@@ -15,7 +14,8 @@ const SHARED_ROWS: usize = 64;
 /// Rows of an expert times its weights up to which shared launches are faster, too.
 const SHARED_WORK: usize = 3_000_000_000;
 
-/// Average rows an expert from which dequantizing all experts that rows chose, for cuBLAS, is faster than shared launches, by measurement.
+/// Average rows an expert from which cuBLAS with all experts dequantized that rows chose is faster than shared launches, by measurement. Float
+/// experts, which need no dequantizing, were not measured.
 const DEQUANTIZED_ROWS: usize = 64;
 
 /// Rows of a dequantized expert that cost cuBLAS no more than fewer.
@@ -28,6 +28,8 @@ pub enum Kernel {
     Shared(Form),
     /// Some experts at a time are dequantized and multiplied by cuBLAS in one call. A row's result depends on the other rows.
     Dequantized,
+    /// Rows are sorted by expert, and cuBLAS multiplies those of one expert after the other. A row's result depends on the other rows.
+    Sorted,
     /// One expert after the other, each with the rows that chose it.
     Apart,
 }
@@ -39,10 +41,12 @@ impl Kernel {
                 Form::By8 => "experts_by_8",
                 Form::By16 => "experts_by_16",
                 Form::By32 => "experts_by_32",
+                Form::By64 => "experts_by_64",
                 Form::PairsBy8 => "experts_by_2x8",
                 Form::PairsBy16 => "experts_by_2x16",
             },
             Self::Dequantized => "experts_dequantized",
+            Self::Sorted => "experts_sorted",
             Self::Apart => "experts_apart",
         }
     }
@@ -55,6 +59,10 @@ impl Kernel {
     pub const fn dequantizes(self) -> bool {
         matches!(self, Self::Dequantized)
     }
+
+    pub const fn sorts(self) -> bool {
+        matches!(self, Self::Sorted)
+    }
 }
 
 /// Average rows of an expert up to which items have room for 8 rows, and for 16, by measurement on an H200. An expert with a few more than an item has
@@ -63,6 +71,9 @@ const ROWS_BY_8: usize = 5;
 const ROWS_BY_16: usize = 16;
 /// The second where two tiles share a load of rows.
 const ROWS_BY_PAIRS_OF_16: usize = 32;
+
+/// Average rows of a float expert up to which items have room for 32 rows.
+const FLOAT_ROWS_BY_32: usize = 32;
 
 /// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement on an H200: less than that is read
 /// quickly.
@@ -104,38 +115,55 @@ pub(super) fn form(call: Call, forms: &[Form]) -> Form {
 
 /// Most rows of an item of shared launches of so many rows, on a card with or without memory and kernels for any form.
 pub(super) fn most_rows(call: Call) -> usize {
-    let single: Vec<Form> = Form::ALL.into_iter().filter(|f| f.tiles() == 1).collect();
+    let single: Vec<Form> = Form::QUANTIZED
+        .into_iter()
+        .filter(|f| f.tiles() == 1)
+        .collect();
     let of = |forms: &[Form]| form(call, forms).rows();
-    of(&Form::ALL).max(of(&single))
+    of(&Form::QUANTIZED).max(of(&single))
 }
 
-/// The way to run a call by experts of `weights` weights each, on a card that has `forms`. With `invariant`, rows do not depend on one
-/// another.
-pub fn select(call: Call, weights: usize, forms: &[Form], invariant: bool) -> Kernel {
-    let Call {
-        rows,
-        chosen,
-        experts,
-        ..
-    } = call;
-    let pairs = rows * chosen;
-    if !is_invariant(rows, invariant) && pairs > experts * DEQUANTIZED_ROWS {
-        Kernel::Dequantized
-    } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
+/// As [`form`], for float experts.
+pub(super) fn float_form(call: Call, forms: &[Form]) -> Form {
+    let pairs = super::scratch::rows_at_once(call.rows, call.chosen) * call.chosen;
+    let at_most = |average: usize| pairs <= average * call.experts;
+    let found = if call.rows <= FEW_ROWS || at_most(ROWS_BY_8) {
+        Form::By8
+    } else if at_most(FLOAT_ROWS_BY_32) {
+        Form::By32
+    } else {
+        Form::By64
+    };
+    // A card, or weights, without wide forms.
+    if forms.contains(&found) {
+        found
+    } else {
+        Form::By16
+    }
+}
+
+/// The way to run a call by experts of `weights` weights each, which multiply as `form` in shared launches. `prompts`: the way of prompts
+/// whose rows may depend on one another; None where these rows may not.
+pub fn select(call: Call, weights: usize, form: Form, prompts: Option<Kernel>) -> Kernel {
+    let pairs = call.rows * call.chosen;
+    if let Some(kernel) = prompts.filter(|_| pairs > call.experts * DEQUANTIZED_ROWS) {
+        kernel
+    } else if pairs > call.experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart
     } else {
-        Kernel::Shared(form(call, forms))
+        Kernel::Shared(form)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Experts;
-    use super::Form::{By8, By16, By32, PairsBy8, PairsBy16};
+    use super::Form::{By8, By16, By32, By64, PairsBy8, PairsBy16};
     use super::*;
     use crate::capabilities::CARDS;
     use crate::features::Feature;
     use crate::ops::linear::Matrix;
+    use crate::ops::linear::float::FloatMatrix;
     use crate::ops::linear::tests::sized;
 
     /// Less than a row an expert, one, up to five, 16 and 32, more, and from where experts are dequantized.
@@ -194,6 +222,41 @@ mod tests {
         for (found, _) in kernels(QWEN3_30B_A3B, &[1, 80, 129, 10_160, 10_161], true) {
             assert_eq!(found[..4], [By8, By8, By16, By16].map(Kernel::Shared));
             assert_eq!(found[4], Kernel::Apart);
+        }
+    }
+
+    #[test]
+    fn the_table_of_float_experts_on_every_card() {
+        let experts = |card: &crate::Capabilities, [count, hidden, width, _]: [usize; 4]| {
+            let matrix = |in_features, out_features| FloatMatrix {
+                weight: 4096,
+                bias: 16,
+                in_features,
+                out_features,
+                scale: 0.125,
+                prescale: 0.5,
+            };
+            let (up, down) = (matrix(hidden, width), matrix(width, hidden));
+            Experts::of_float(&vec![[&up, &up, &down]; count], card).expect("the card has room")
+        };
+        for card in CARDS.map(|card| card.with_own_code()) {
+            let [by_32, by_64] = if card.has(Feature::LaneCopies) {
+                [By32, By64]
+            } else {
+                [By16; 2]
+            };
+            let mixtral = experts(&card, MIXTRAL);
+            let of = |rows| mixtral.kernel(rows, 2, false);
+            assert_eq!([1, 8, 20].map(of), [By8; 3].map(Kernel::Shared));
+            assert_eq!([21, 128].map(of), [by_32; 2].map(Kernel::Shared));
+            assert_eq!([129, 256].map(of), [by_64; 2].map(Kernel::Shared));
+            assert_eq!(of(257), Kernel::Sorted);
+            assert_eq!(mixtral.kernel(257, 2, true), Kernel::Apart);
+            let qwen = experts(&card, QWEN3_30B_A3B);
+            let of = |rows| qwen.kernel(rows, 8, false);
+            let shared = [By8, By8, by_32, by_32].map(Kernel::Shared);
+            assert_eq!([1, 80, 81, 1024].map(of), shared);
+            assert_eq!(of(1025), Kernel::Sorted);
         }
     }
 
