@@ -8,6 +8,8 @@ of the roof divided by Llama's at that batch. With --twins, `share_of_twin` comp
 size and vocabulary and as many weights a layer: smaller layers and heads have smaller shares in any family. For experts
 the bytes of a step are those of the experts that its rows choose on average where every expert is as likely. JSON
 lines; with --prompt also tokens a second of a prompt.
+
+A mixture of BF16 experts: --family qwen3-30b-a3b --expert-layers 8 --bits bf16 (10 GB).
 """
 
 from __future__ import annotations

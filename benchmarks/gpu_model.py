@@ -178,7 +178,10 @@ def build(
 def build_config(
     config_json: dict[str, Any], recipe_name: str, device: str = "cuda:0", *, sharded: bool = False
 ) -> ExLlamaV2:
-    """A loaded model of any family's config.json: norms are ones, routers float, all else as the recipe says.
+    """A loaded model of any family's config.json: norms are ones, all else as the recipe says.
+
+    Routers are float, of the recipe's type or FP16. A float mixture is a config with experts and the recipe "fp16" or
+    "bf16".
 
     `device`: one name, or several with commas, which get equal runs of layers; the weights are the same for all. With
     `sharded` they get equal parts of every matrix, as by `load_tp`, and weights of their own.
@@ -238,8 +241,8 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
     routing = {module.router, module.shared_gate} if isinstance(module, MoE) else set()
     for linear in module.submodules():
         if linear in routing:
-            values = torch.randn(linear.out_features, linear.in_features) * WEIGHT_STD
-            linear.matrix = QuantMatrix.from_float(values.half(), device=place, name=linear.key)
+            values = (torch.randn(linear.out_features, linear.in_features) * WEIGHT_STD).to(weights.router_dtype)
+            linear.matrix = QuantMatrix.from_float(values, device=place, name=linear.key, precise=True)
         else:
             weights.fill(linear, ".".join(linear.key.split(".")[-2:]), place)
     if isinstance(module, MoE):
@@ -255,6 +258,7 @@ class _Weights:
         self.context: TensorParallel | None = None
         self._made: dict[tuple[str, int, int], _Copies] = {}
         self._orders: dict[tuple[str, int], Tensor] = {}
+        self.router_dtype = (recipe.dtype if recipe.format == "float" else None) or torch.float16
 
     def fill(self, linear: Linear, part: str, place: torch.device) -> None:
         if isinstance(linear.cut, OutputCut):
