@@ -102,6 +102,7 @@ def build_step(
         pages=layout.pages,
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
+        ends=None if layout.ends is None else layout.ends.to(device),
         abort_event=chunk.abort_event,
         invariant=row_invariant() if invariant is None else invariant,
         loras=chunk.adapters,
@@ -147,6 +148,8 @@ class _Layout(NamedTuple):
     page_size: int
     pages: Callable[[int], KVPages]
     """Returns the pages of a layer, or scratch memory where there is no cache."""
+    ends: Tensor | None = None
+    """int64 [rows], number of the last token of each row, where rows have different lengths."""
 
 
 def _contiguous_layout(
@@ -200,12 +203,12 @@ def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: i
         )
     _check_page_numbers(table, ends, page_size, cache.max_seq_len // page_size)
     if params.q_lens is None:
-        rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
+        rows, positions, ends = _rows(batch, q_len), past[:, None] + torch.arange(q_len), None
     else:
-        rows = _rows(params.batch_size, lengths)
-        first = past - (lengths.cumsum(0) - lengths)  # of each row, minus its place among the ids
+        rows, ends = _rows(params.batch_size, lengths), lengths.cumsum(0) - 1
+        first = past - (ends + 1 - lengths)  # of each row, minus its place among the ids
         positions = (first[rows.long()] + torch.arange(q_len))[None]
-    return _Layout(rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size))
+    return _Layout(rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size), ends)
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
