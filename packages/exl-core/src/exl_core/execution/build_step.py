@@ -195,15 +195,16 @@ def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: i
     past = params.cache_seqlens.to("cpu", torch.int64)
     table = params.block_index.to("cpu", torch.int32).contiguous()
     lengths = row_lengths(params, batch, q_len)
-    ends = past + lengths
-    needed = int(ends.max())
+    filled = past + lengths
+    needed = int(filled.max())
     if int(past.min()) < 0 or needed > table.shape[1] * page_size:
         raise SequenceTooLongError(
             f"{needed} tokens of a sequence do not fit its {table.shape[1]} pages of {page_size} in block_index"
         )
-    _check_page_numbers(table, ends, page_size, cache.max_seq_len // page_size)
+    _check_page_numbers(table, filled, page_size, cache.max_seq_len // page_size)
+    ends: Tensor | None = None
     if params.q_lens is None:
-        rows, positions, ends = _rows(batch, q_len), past[:, None] + torch.arange(q_len), None
+        rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
     else:
         rows, ends = _rows(params.batch_size, lengths), lengths.cumsum(0) - 1
         first = past - (ends + 1 - lengths)  # of each row, minus its place among the ids
