@@ -29,6 +29,8 @@ MORE: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
         "dependentRequired": {"a": ["b"]},
     },
+    "$schema": {"$schema": "https://json-schema.org/draft-07/schema#", "type": "null"},
+    "$dynamicRef": {"$dynamicRef": "#", "type": "null"},
 }
 """A schema for each keyword."""
 
@@ -134,6 +136,17 @@ def test_a_name_that_is_a_keyword_stays(servers: dict[bool, httpx.Client]) -> No
     assert answer.status_code == 200, answer.text
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"not"}
+
+
+@pytest.mark.parametrize("draft", ["http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema"])
+def test_keywords_of_other_drafts_are_treated_alike(servers: dict[bool, httpx.Client], draft: str) -> None:
+    whole = schema_with(MORE["dependentRequired"], **{"$schema": draft})
+    answer = ask(servers[False], whole)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-exl-ignored"] == "tools[0].function.parameters.properties.more.dependentRequired"
+    strict = ask(servers[False], whole, strict=True)
+    assert strict.status_code == 400
+    assert strict.json()["error"]["code"] == "invalid_tool_schema"
 
 
 def test_functions_of_2023_are_treated_alike(servers: dict[bool, httpx.Client]) -> None:

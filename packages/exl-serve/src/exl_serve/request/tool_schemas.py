@@ -12,11 +12,18 @@ _NOT_FOLLOWED = frozenset(
     {
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
         *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef"),
     }
 )
 """Keywords that only forbid values, and that no grammar here can follow: without them more values are allowed."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
+)
+_DRAFTS = frozenset(
+    {
+        *(f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)),
+        *(f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")),
+    }
 )
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bB]")
 """Look-around, back references and word boundaries of a pattern."""
@@ -68,6 +75,8 @@ def _is_left_out(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
         return isinstance(value, str) and value not in _FORMATS and schema.get("type") not in ("integer", "number")
     if name == "pattern":
         return isinstance(value, str) and _LOOKING_AROUND.search(value) is not None
+    if name == "$schema":  # https://json-schema.org/draft-07/schema# is a common error
+        return isinstance(value, str) and value.removesuffix("#") not in _DRAFTS
     return name in _NOT_FOLLOWED
 
 

@@ -15,6 +15,7 @@ from exl_serve.stream.readers import value_kind
 __all__ = ["answer_rules", "call_grammar", "forced_grammar", "json_rule", "marker_rule", "text_until"]
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One space after colons and commas, as most models were trained: unbounded space may never end."""
 _SPACE = "/[ \\t\\r\\n]{0,4}/"
 _UNENFORCED = (
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "propertyNames",
@@ -27,13 +28,21 @@ def marker_rule(text: str, special: Mapping[str, int]) -> str:
     return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
 
-def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
-    """Return the rule of a JSON value by a schema, whose references begin at `root`."""
+def json_rule(schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
+    """Return the rule of a JSON value by a schema, whose references begin at `root`.
+
+    `strict`: a schema that cannot be enforced whole is an error of the engine.
+    """
     whole = dict(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
     whole |= {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"%json {json.dumps(whole | {'x-guidance': _SPACED})}"
+    return f"%json {json.dumps(whole | {'x-guidance': _options(strict)})}"
+
+
+def _options(strict: bool) -> dict[str, Any]:
+    """Return llguidance's options for a schema; with `lenient`, filters do not check that all of it is enforced."""
+    return _SPACED if strict else _SPACED | {"lenient": True}
 
 
 def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
@@ -148,8 +157,7 @@ def _json_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str,
             "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
             "required": [name, arguments],
             "additionalProperties": False,
-            # One space after colons and commas, as most models were trained: unbounded space may never end.
-            "x-guidance": _SPACED,
+            "x-guidance": _options(tool.strict),
         }
         # References in a tool's schema begin at its own root.
         schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -198,7 +206,7 @@ class _Rules:
             self._lines += [
                 f"call_{at}: {self._mark(inside.begin)} {word} {name} {ident}{self._mark(inside.separator)} "
                 f"json_{at} {after}{self._mark(inside.end)}",
-                f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}",
+                f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters, strict=tool.strict)}",
             ]
             return
         properties, required = _parameters(at, tool)
@@ -212,21 +220,21 @@ class _Rules:
                 f"{' '.join(parts)} {end}"
             )
             for i, key in enumerate(names):
-                self._tagged(f"{at}_{i}", key, properties[key], inside, tool.parameters)
+                self._tagged(f"{at}_{i}", key, properties[key], inside, tool)
             return
         for i, key in enumerate(names):
             self._lines.append(f"par_{at}_{i}: {json.dumps(key + '=')} value_{at}_{i}")
-            self._lines.append(f"value_{at}_{i}: {json_rule(properties[key], tool.parameters)}")
+            self._lines.append(f"value_{at}_{i}: {json_rule(properties[key], tool.parameters, strict=tool.strict)}")
         pairs = _comma_separated([f"par_{at}_{i}" for i in range(len(names))], len(required))
         self._lines.append(f'call_{at}: {name} "(" {pairs} ")"')
 
-    def _tagged(self, at: str, key: str, schema: Any, tags: Tags, root: Mapping[str, Any]) -> None:
+    def _tagged(self, at: str, key: str, schema: Any, tags: Tags, tool: ToolSpec) -> None:
         newline = '"\\n"' if tags.lines else ""
         after = newline or '"\\n"?'
         between = f"{after if tags.value_begin else ''} {self._mark(tags.value_begin)} {newline}"
         end = f"{newline} {self._mark(tags.value_end)}"
         if value_kind(schema) == "json":
-            self._lines.append(f"value_{at}: {json_rule(schema, root)} {end}")
+            self._lines.append(f"value_{at}: {json_rule(schema, tool.parameters, strict=tool.strict)} {end}")
         else:
             literal = None if tags.value_end in self._special else ("\n" if tags.lines else "") + tags.value_end
             self._lines += _plain_text(at, schema, end, literal)
