@@ -19,8 +19,10 @@ _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _SPACE = "/[ \\t\\r\\n]{0,4}/"
 _UNENFORCED = (
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "propertyNames",
-    "dependentRequired", "dependentSchemas", "dependencies",
+    "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
+_UNENFORCED_IN_TEXTS = ("format", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef")
+"""Keywords that are not enforced in a text without quotes."""
 
 
 def marker_rule(text: str, special: Mapping[str, int]) -> str:
@@ -236,11 +238,30 @@ class _Rules:
         if value_kind(schema) == "json":
             self._lines.append(f"value_{at}: {json_rule(schema, tool.parameters, strict=tool.strict)} {end}")
         else:
+            if tool.strict:
+                _check_text(schema, f"{tool.param}.properties.{key}")
             literal = None if tags.value_end in self._special else ("\n" if tags.lines else "") + tags.value_end
             self._lines += _plain_text(at, schema, end, literal)
         self._lines.append(
             f"par_{at}: {self._mark(tags.key_begin)} {json.dumps(key, ensure_ascii=False)} {self._mark(tags.key_end)} "
             f"{between} value_{at} {after}"
+        )
+
+
+def _check_text(schema: Mapping[str, Any], path: str) -> None:
+    """Raise ServeError 400 for a keyword that is not enforced in a text without quotes."""
+    unenforced = list(_UNENFORCED_IN_TEXTS)
+    if "enum" in schema or "const" in schema:
+        unenforced += ["minLength", "maxLength", "pattern"]
+    if "enum" in schema:
+        unenforced.append("const")
+    found = next((keyword for keyword in unenforced if keyword in schema), None)
+    if found is not None:
+        raise ServeError.invalid(
+            f"{path}.{found}: calls of this model have this parameter as a text without quotes, where {found} is not "
+            "enforced: leave it out, or strict",
+            "tools",
+            "invalid_tool_schema",
         )
 
 
@@ -256,8 +277,9 @@ def _plain_text(at: str, schema: Mapping[str, Any], end: str, literal: str | Non
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         head = "" if pattern.startswith("^") else "(?s:.)*"
-        tail = "" if pattern.endswith("$") else "(?s:.)*"
-        core = pattern.removeprefix("^").removesuffix("$").replace("/", "\\/")
+        ends = re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None  # not with \$
+        tail = "" if ends else "(?s:.)*"
+        core = (pattern[:-1] if ends else pattern).removeprefix("^").replace("/", "\\/")
         parts.append(f"/{head}({core}){tail}{closing}/")
     if literal is None:
         return [f"value_{at}: TEXT_{at} {end}", f"TEXT_{at}: {' & '.join(parts)}"]
