@@ -40,7 +40,8 @@ class FreeModel(ModelBase):
 
     def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> ForwardResult:
         self.computed += input_ids.numel()
-        return {"logits": self.logits.expand(*input_ids.shape, -1)}
+        rows = (1, kw["attn_params"].batch_size) if kw.get("last_id_only") else input_ids.shape
+        return {"logits": self.logits.expand(*rows, -1)}
 
 
 def main() -> None:

@@ -36,12 +36,14 @@ class ConstantModel(ScriptedModel):
         super().__init__(config, records=False)
         self.passes = 0
 
-    def forward_chunk(self, input_ids: Any, *_: Any, preprocess_only: bool = False, **__: Any) -> Any:
+    def forward_chunk(self, input_ids: Any, *_: Any, **named: Any) -> Any:
         """Return logits whose greatest is that of one token."""
-        if preprocess_only:
-            self.passes += 1
+        stores, last = bool(named.get("preprocess_only")), bool(named.get("last_id_only"))
+        self.passes += stores or last
+        if stores:
             return {}
-        logits = torch.zeros(*input_ids.shape, VOCAB + -VOCAB % 32)
+        rows = (1, named["attn_params"].batch_size) if last else input_ids.shape
+        logits = torch.zeros(*rows, VOCAB + -VOCAB % 32)
         logits[..., VOCAB - 1] = 1.0
         return {"logits": logits}
 

@@ -49,6 +49,7 @@ class Engine(LocalEngine):
             eos_ids=(2,), digest="0" * 32,
         )  # fmt: skip
         self._running = {}
+        self._unheard = set()
         self._streams, self._tokens, self._last_tag = streams, tokens, 0
         self.seconds = 0.0
         self.wall = 0.0
@@ -64,6 +65,7 @@ class Engine(LocalEngine):
         self._last_tag += 1
         one = _Running(self, self._last_tag, sink, (0,))
         self._running[self._last_tag] = one
+        self._unheard.add(self._last_tag)
         if len(self._running) == self._streams:
             asyncio.get_running_loop().call_later(0.2, self._begin)
         return one
@@ -161,7 +163,11 @@ def served(folder: str, args: argparse.Namespace) -> dict[str, Any]:
         server = uvicorn.Server(settings)
         task = asyncio.create_task(server.serve([listener]))
         client.start()
+        # An error in a step would leave the clients waiting for ever.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: out.put(context))
         found = await asyncio.to_thread(out.get)
+        if isinstance(found, dict):
+            raise RuntimeError(found["message"]) from found.get("exception")
         server.should_exit = True
         await task
         return list(found)

@@ -115,6 +115,19 @@ class Modules(JoinedLaunches):
             modules = list(self._model.modules)[: self._model.last_kv_layer_idx + 1]
             Graph.recording.body = lambda: self._store(modules, ids, step)
 
+    def states(self, ids: Tensor, step: Step) -> Tensor:
+        out = torch.full((len(ids), self._model.config.hidden_size), float("nan"), dtype=torch.float32)
+        if Graph.recording is not None:
+            modules = list(self._model.modules)[: self._model.head_layer_idx - 1]
+            Graph.recording.body = lambda: self._into(modules, ids, step, out)
+        return out
+
+    def _into(self, modules: list[Module], x: Tensor, step: Step, out: Tensor) -> None:
+        with torch.inference_mode():
+            for module in modules:
+                x = module.forward(x, step)
+            out.copy_(x)
+
     def _store(self, modules: list[Module], x: Tensor, step: Step) -> None:
         with torch.inference_mode():
             for module in modules:
@@ -122,10 +135,7 @@ class Modules(JoinedLaunches):
 
     def _compute(self, modules: list[Module], x: Tensor, step: Step, out: Tensor) -> None:
         assert bool((step.positions >= 0).all()), "these stand-ins know no padding: ask for 1, 2, 4, .. rows"
-        with torch.inference_mode():
-            for module in modules:
-                x = module.forward(x, step)
-            out.copy_(x)
+        self._into(modules, x, step, out)
 
 
 def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:

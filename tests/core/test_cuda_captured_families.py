@@ -46,17 +46,19 @@ STORED = [47, 38, 8]
 class Repeated:
     """Launches that are made again at each replay, in the place of a graph."""
 
-    def __init__(self, body: Body, logits: Tensor | None) -> None:
-        self._body, self._logits = body, logits
+    def __init__(self, body: Body, logits: Tensor | None, result: Tensor) -> None:
+        self._body, self._logits, self._result = body, logits, result
 
     def replay(self) -> None:
-        self._body(self._logits)
+        found = self._body(self._logits)
+        if self._logits is None:
+            self._result.copy_(found)
 
 
 def repeated(recorder: Recorder, body: Body, logits: Tensor | None, memory: Tensor) -> Any:
     """Stand in for `Recorder.capture`: (graph, result of a first run, memory that it keeps)."""
     result = body(None if logits is None else torch.empty_like(logits))
-    return Recorded(Repeated(body, logits), result, memory)  # type: ignore[arg-type]
+    return Recorded(Repeated(body, logits, result), result, memory)  # type: ignore[arg-type]
 
 
 def params(rows: list[int], stored: list[int], tables: Tensor, q_len: int = 0) -> PagedParams:
@@ -64,7 +66,8 @@ def params(rows: list[int], stored: list[int], tables: Tensor, q_len: int = 0) -
 
 
 def results(model: ExLlamaV2, kind: type[ExLlamaV2CacheBase]) -> tuple[list[Tensor], int]:
-    """Logits of steps of one and of three tokens after the prompts, and the cache; and the number of captured steps.
+    """Logits of the last token of each prompt and of steps of one and of three tokens after the prompts, and the cache;
+    and the number of captured steps.
 
     Each pass of prompts runs twice."""
     generator = torch.Generator().manual_seed(1)
@@ -73,6 +76,7 @@ def results(model: ExLlamaV2, kind: type[ExLlamaV2CacheBase]) -> tuple[list[Tens
     cache = kind(model, max_seq_len=ROWS * PAGES * PAGE)
     for tensor in cache.all_tensors():
         tensor.zero_()
+    found = []
     for prompts in PROMPTS:
         places = params([row for row, *_ in prompts], [first for _, first, _ in prompts], tables)
         if len(prompts) > 1:
@@ -80,7 +84,12 @@ def results(model: ExLlamaV2, kind: type[ExLlamaV2CacheBase]) -> tuple[list[Tens
         together = torch.cat([ids[row, first:end] for row, first, end in prompts])[None]
         for _ in range(2):
             model.forward_chunk(together, cache, attn_params=places, preprocess_only=True)
-    found = []
+        every = model.forward_chunk(together, cache, attn_params=places)["logits"].clone()
+        ends = torch.tensor([end - first for _, first, end in prompts]).cumsum(0) - 1
+        for _ in range(2):
+            last = model.forward_chunk(together, cache, attn_params=places, last_id_only=True)["logits"]
+            assert torch.equal(last, every[:, ends])
+        found.append(last)
     for q_len in (1, 3):
         windows = torch.stack([ids[row, first : first + q_len] for row, first in enumerate(STORED)])
         places = params(list(range(ROWS)), STORED, tables, q_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +235,71 @@ def test_captured_prompts_store_what_eager_ones_do(
         assert (model.decode.count > count) == (way is captured), model.decode.reason
         stored.append([tensor.clone() for tensor in cache.all_tensors()])
     for one, other in zip(*stored, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", [eager, captured])
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+@pytest.mark.parametrize(
+    ("lengths", "past"),
+    [([40], [3]), ([1], [30]), ([20, 9, 1], [0, 17, 5]), ([5] * 7, [0] * 7), ([63], [950]), ([70, 9, 50], [0, 17, 5])],
+)
+def test_logits_of_last_tokens_are_those_of_a_decode_step(
+    joined: ExLlamaV2,
+    way: Callable[[ExLlamaV2, pytest.MonkeyPatch], None],
+    kind: type[ExLlamaV2CacheBase],
+    lengths: list[int],
+    past: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt gives its first token without a step of its own: its pass has the logits of each last token."""
+    if sum(lengths) > joined.packed_rows:
+        pytest.skip("longer passes are not batch-invariant on this card")
+    assert_last_tokens(joined, way, kind, lengths, past, monkeypatch)
+
+
+@pytest.mark.parametrize("lengths", [[300], [257, 3, 90], [65] * 5])
+def test_logits_of_last_tokens_in_strict_mode(
+    joined: ExLlamaV2, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_row_invariant(True)
+    try:
+        assert_last_tokens(joined, captured, ExLlamaV2Cache, lengths, [0] * len(lengths), monkeypatch)
+    finally:
+        set_row_invariant(False)
+
+
+def assert_last_tokens(
+    model: ExLlamaV2,
+    way: Callable[[ExLlamaV2, pytest.MonkeyPatch], None],
+    kind: type[ExLlamaV2CacheBase],
+    lengths: list[int],
+    past: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass with the logits of each last token, and those of a decode step after all the others, on equal caches."""
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
+    way(model, monkeypatch)
+    vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(3)
+    pages = table(len(lengths), PAGES // len(lengths))
+    before = [torch.randint(0, vocab, (1, 1 + stored), generator=generator) for stored in past]
+    prompts = [torch.randint(0, vocab, (1, length), generator=generator) for length in lengths]
+    caches = [kind(model, max_seq_len=PAGES * PAGE) for _ in range(2)]
+    for cache in caches:
+        for row, first in enumerate(before):
+            model.forward_chunk(first, cache, attn_params=params(pages[row : row + 1], [0], first.shape[1]))
+    for row, prompt in enumerate(prompts):
+        if prompt.shape[1] > 1:
+            places = params(pages[row : row + 1], [past[row]], prompt.shape[1] - 1)
+            model.forward_chunk(prompt[:, :-1], caches[0], attn_params=places, preprocess_only=True)
+    ends = [stored + length - 1 for stored, length in zip(past, lengths, strict=True)]
+    last = torch.cat([prompt[:, -1:] for prompt in prompts])
+    expected = model.forward_chunk(last, caches[0], attn_params=params(pages, ends, 1))["logits"][:, 0].clone()
+    together = replace(params(pages, past, 0), q_lens=torch.tensor(lengths, dtype=torch.int32))
+    for _ in range(3):  # the first pass of its kind is not captured
+        found = model.forward_chunk(torch.cat(prompts, dim=1), caches[1], attn_params=together, last_id_only=True)
+        assert torch.equal(found["logits"], expected[None])
+    for one, other in zip(*(cache.all_tensors() for cache in caches), strict=True):
         assert torch.equal(one, other)
 
 

@@ -16,6 +16,7 @@ from exl_core.convert import quantize_model
 from exl_core.errors import InputError
 from exl_core.execution import select
 from exl_core.execution.build_step import Chunk, build_step
+from exl_core.execution.eager import logits_of
 from exl_core.execution.environment import joined_rows
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import why_apart
@@ -146,25 +147,30 @@ def test_one_half_that_cannot_be_joined_leaves_the_others_joined(
     assert joined - assert_same(model, plan, batch, q_len) == 2
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("lengths", [[3], [40], [20, 1, 50], [60, 64, 30]])
-def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: list[int]) -> None:
-    """Prompts of one sequence or several: what is stored, and the logits."""
+def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: list[int], invariant: bool) -> None:
+    """Prompts of one sequence or several: what is stored, and the logits of all tokens or of each sequence's last."""
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
     batch, total = len(lengths), sum(lengths)
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     ids = torch.randint(0, model.config.vocab_size, (1, total), generator=torch.Generator().manual_seed(total))
-    caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(5)]
+    caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(6)]
     none = torch.zeros(batch, dtype=torch.int32)
     params = PagedParams(batch, table, none, 0, PAGE, q_lens=torch.tensor(lengths, dtype=torch.int32))
     model.forward_chunk(ids, caches[0], attn_params=params, preprocess_only=True)
     want = model.forward_chunk(ids, caches[1], attn_params=params)["logits"].flatten(0, 1)
     for cache in caches[2:]:
-        step = build_step(model, Chunk(cache, params, 1, total), CPU)
+        step = build_step(model, Chunk(cache, params, 1, total), CPU, invariant=invariant)
         if cache is caches[2]:
             plan.store(ids[0], step)
         elif cache is caches[3]:
-            assert torch.equal(plan.head(plan.hidden(ids[0], step, "last"), step), want[-1:])
+            assert torch.equal(
+                plan.head(plan.hidden(ids[0], step, "last"), step), want[torch.tensor(lengths).cumsum(0) - 1]
+            )
+        elif cache is caches[4]:
+            assert torch.equal(logits_of(model, plan.states(ids[0], step), invariant=invariant), want)
         else:
             assert torch.equal(plan.head(plan.hidden(ids[0], step), step), want)
     for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):

@@ -268,7 +268,7 @@ def paged(model: ExLlamaV2, cache: ExLlamaV2Cache, ids: torch.Tensor, pages: lis
         ([3, 4], {}, errors.InputError("their sum")),
         ([8, 0], {}, errors.InputError("their sum")),
         ([5], {}, errors.InputError("batch_size = 2")),
-        ([3, 5], {"last_id_only": True}, errors.UnsupportedError("last_id_only")),
+        ([3, 50], {"last_id_only": True}, errors.InputError("do not fit")),
         ([3, 50], {}, errors.InputError("do not fit")),
     ],
 )

@@ -107,7 +107,7 @@ def test_pages_against_contiguous(
     table = torch.tensor(pages[: count * per_sequence], dtype=torch.int32).view(count, per_sequence)
     cache = cache_class(model, max_seq_len=3 * per_sequence * PAGE)
     done = [0] * count
-    found: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(count)]
     while min(done) < LENGTH:
         ready = [i for i in range(count) if done[i] < LENGTH]
         chosen = data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True))
@@ -120,13 +120,16 @@ def test_pages_against_contiguous(
             steps = [data.draw(st.integers(1, min(20, *(LENGTH - done[i] for i in chosen))))] * len(chosen)
         parts = [sequences[i, done[i] : done[i] + step] for i, step in zip(chosen, steps, strict=True)]
         ids = torch.stack(parts) if params.q_lens is None else torch.cat(parts)[None]
-        logits = model.forward_chunk(ids, cache=cache, attn_params=params)["logits"]
-        rows = logits.flatten(0, 1).split(steps)
+        last = data.draw(st.booleans())
+        logits = model.forward_chunk(ids, cache=cache, attn_params=params, last_id_only=last)["logits"]
+        rows = logits.flatten(0, 1).split([1] * len(steps) if last else steps)
         for row, i, step in zip(rows, chosen, steps, strict=True):
-            found[i].append(row)
             done[i] += step
+            found[i].append((done[i], row))
     for i in range(count):
-        assert torch.equal(torch.cat(found[i]), alone(model, sequences[i], cache_class))
+        whole = alone(model, sequences[i], cache_class)
+        for end, row in found[i]:
+            assert torch.equal(row, whole[end - len(row) : end])
 
 
 def test_no_cache_is_an_fp16_cache(model: ExLlamaV2, sequences: torch.Tensor) -> None:

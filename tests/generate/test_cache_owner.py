@@ -12,7 +12,16 @@ import pytest
 import torch
 from internals import has_redirects
 
-from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core import (
+    AttentionParams,
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2CacheBase,
+    ExLlamaV2Config,
+    ExLlamaV2Tokenizer,
+)
 from exl_generate import (
     ExLlamaV2BaseGenerator,
     ExLlamaV2DynamicGenerator,
@@ -283,6 +292,33 @@ def test_a_write_of_the_caller_drops_cached_prefixes(
     else:
         cache.roll_left()
     assert complete(kind, generator, TEXT) == expected
+
+
+@pytest.mark.covers("generators: page-reuse")
+@pytest.mark.parametrize("write", ["store_kv_state", "create_state_tensors"])
+@pytest.mark.parametrize("shape", ["fp16", "q4", "tp"])
+def test_a_write_into_the_tensors_of_a_cache_drops_cached_prefixes(
+    fable: tuple[ExLlamaV2, ExLlamaV2Tokenizer], shape: str, write: str
+) -> None:
+    model, tokenizer = fable
+
+    def made() -> ExLlamaV2CacheBase:
+        base = ExLlamaV2Cache_Q4 if shape == "q4" else ExLlamaV2Cache
+        return ExLlamaV2Cache_TP(model, base, max_seq_len=256) if shape == "tp" else base(model, max_seq_len=256)
+
+    cache, others = made(), made()
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    expected = complete(ExLlamaV2DynamicGenerator, generator, TEXT)
+    if write == "create_state_tensors":
+        cache.create_state_tensors(others)
+    else:
+        for layer in range(model.config.num_hidden_layers):
+            found = cache.get_kv_state(layer, 1, 0, 16)
+            for one in found:
+                for tensor in one if isinstance(one, list) else [one]:
+                    tensor[:, :16].zero_()
+            cache.store_kv_state(layer, 1, 0, 16)
+    assert complete(ExLlamaV2DynamicGenerator, generator, TEXT) == expected
 
 
 @pytest.mark.covers("generators: failing-jobs")

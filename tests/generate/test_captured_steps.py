@@ -68,7 +68,7 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
 
     def watched(model: Any, asked: ForwardPass, **given: Any) -> Selected:
         selected = select(model, asked, **given)
-        if asked.preprocess_only:
+        if asked.preprocess_only or asked.last_id_only:
             ways.append(selected.way)
         return selected
 

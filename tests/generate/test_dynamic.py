@@ -167,12 +167,13 @@ def test_prefix_cache_counts() -> None:
     assert (cold["cached_pages"], warm["cached_pages"], other["cached_pages"]) == (0, 4, 3)
 
 
-def test_a_warm_prompt_runs_no_prefill() -> None:
+def test_a_prompt_is_one_pass_and_a_warm_one_its_last_token() -> None:
+    """The pass over a prompt has the logits for the first token."""
     generator = make()
-    for expected in (2, 1):
+    for expected in ((1, 48, True), (1, 1, False)):
         generator.model.calls.clear()  # type: ignore[attr-defined]
         run(generator, job("abcdefgh" * 6, 1))
-        assert len(generator.model.calls) == expected  # type: ignore[attr-defined]
+        assert generator.model.calls == [expected]  # type: ignore[attr-defined]
 
 
 @pytest.mark.covers("generators: page-sharing")
@@ -182,7 +183,7 @@ def test_jobs_started_together_compute_a_common_prefix_once() -> None:
     generator.enqueue(jobs)
     drain(generator)
     prefilled = sum(q for _, q, preprocess in generator.model.calls if preprocess)  # type: ignore[attr-defined]
-    assert prefilled == 48 + 0 + 1 + 2
+    assert prefilled == 48 + 1 + 2 + 3
 
 
 @pytest.mark.covers("generators: page-reuse", "generators: page-duplicates")

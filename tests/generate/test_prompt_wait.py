@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def prompt(number: int, length: int) -> torch.Tensor:
-    """`length` ids of which `length` - 1 are computed before decoding; different numbers have nothing in common."""
+    """`length` ids; different numbers have nothing in common."""
     return torch.tensor([[3 + (number * 7 + i * (1 + number % 5)) % (VOCAB - 3) for i in range(length)]])
 
 
@@ -82,26 +82,26 @@ def test_prompts_wait_until_they_fill_a_pass(clock: Clock) -> None:
         assert passes(generator) == []
     generator.enqueue(asking(32, 21))
     step(generator)
-    assert passes(generator) == [30 + 20]  # the third one does not fit, and goes on waiting
+    assert passes(generator) == [31 + 21]  # the third one does not fit, and goes on waiting
     step(generator, 3)
-    assert passes(generator) == [50]
+    assert passes(generator) == [52]
     clock.now += LIMIT
     step(generator)
-    assert passes(generator) == [50, 20]
+    assert passes(generator) == [52, 21]
 
 
 def test_a_prompt_as_long_as_a_pass_does_not_wait(clock: Clock) -> None:
     generator = decoding()
     generator.enqueue(asking(30, 150))
     step(generator, 3)
-    assert passes(generator) == [64, 64, 21]
+    assert passes(generator) == [64, 64, 22]
 
 
 def test_prompts_join_the_last_chunk_of_a_long_one(clock: Clock) -> None:
     generator = decoding()
     generator.enqueue([asking(30, 90), asking(31, 20)])
     step(generator, 2)
-    assert passes(generator) == [64, 25 + 19]
+    assert passes(generator) == [64, 26 + 20]
 
 
 @pytest.mark.parametrize("streams", [0, STREAMS])
@@ -130,7 +130,7 @@ def test_the_limit_counts_from_a_prompts_own_start(clock: Clock) -> None:
     assert passes(generator) == []
     clock.now += LIMIT / 2
     step(generator)
-    assert passes(generator) == [10 + 11]  # the second one joins the pass of the first
+    assert passes(generator) == [11 + 12]  # the second one joins the pass of the first
 
 
 def test_a_prompt_without_streams_does_not_wait(clock: Clock) -> None:
@@ -138,7 +138,7 @@ def test_a_prompt_without_streams_does_not_wait(clock: Clock) -> None:
     one = asking(30, 20)
     generator.enqueue(one)
     step(generator)
-    assert passes(generator) == [19]
+    assert passes(generator) == [20]
     drain(generator)
 
 
@@ -159,7 +159,7 @@ def test_paused_streams_keep_no_prompt_waiting(clock: Clock) -> None:
         stream.pause()
     generator.enqueue(asking(30, 20))
     step(generator)
-    assert passes(generator) == [19]
+    assert passes(generator) == [20]
 
 
 @pytest.mark.parametrize(("waiting", "computed"), [(4, 0), (5, 5)])
@@ -169,7 +169,7 @@ def test_prompts_that_would_leave_a_fifth_of_the_places_idle_do_not_wait(
     generator = decoding(STREAMS)
     generator.enqueue([asking(30 + number, 5) for number in range(waiting)])
     step(generator)
-    assert sum(passes(generator)) == 4 * computed
+    assert sum(passes(generator)) == 5 * computed
 
 
 @pytest.mark.covers("generators: page-sharing")
@@ -181,13 +181,13 @@ def test_a_prompt_that_is_in_the_cache_does_not_wait(clock: Clock) -> None:
     clock.now += LIMIT
     while not first.is_finished:
         step(generator)
-    assert passes(generator) == [32]
+    assert passes(generator) == [33]
     again, longer = asking(30, 33), ExLlamaV2DynamicJob(torch.cat([prompt(30, 33), prompt(31, 20)], dim=1), 4)
     generator.enqueue([again, longer])
     step(generator, 2)
     assert again.times.first_token is not None
     assert longer.times.first_token is None
-    assert passes(generator) == [32]
+    assert passes(generator) == [33]
 
 
 @pytest.mark.covers("generators: page-sharing")
@@ -197,10 +197,10 @@ def test_a_common_beginning_of_prompts_that_wait_is_computed_once(clock: Clock) 
     jobs = [job(text, 3) for text in texts]
     generator.enqueue(jobs)
     said = [r for r in generator.iterate() if r["job"] is jobs[0]]
-    assert passes(generator) == [33]  # together more than a pass: the first one goes, and the other goes on waiting
+    assert passes(generator) == [34]  # together more than a pass: the first one goes, and the other goes on waiting
     clock.now += LIMIT
     results = drain(generator)
-    assert sum(passes(generator)) == 33 + 2
+    assert sum(passes(generator)) == 34 + 3
     expected = [naive(generator, ids(text)[0].tolist(), 3) for text in texts]
     assert [streamed_tokens(said + results[jobs[0]]), streamed_tokens(results[jobs[1]])] == expected
 
@@ -215,7 +215,7 @@ def test_both_prompts_of_a_pair_wait_together(clock: Clock) -> None:
     assert passes(generator) == []
     clock.now += LIMIT
     step(generator)
-    assert passes(generator) == [10 + 13]
+    assert passes(generator) == [11 + 14]
 
 
 def test_short_and_long_prompts_wait_for_their_own_kind(clock: Clock) -> None:
@@ -227,10 +227,10 @@ def test_short_and_long_prompts_wait_for_their_own_kind(clock: Clock) -> None:
     assert passes(generator) == []
     generator.enqueue([asking(32, 7), asking(33, 4)])
     step(generator)
-    assert passes(generator) == [5 + 6]  # half of the tokens are enough
+    assert passes(generator) == [6 + 6]  # half of the tokens are enough; there is room for one prompt's last token
     clock.now += LIMIT
     step(generator)
-    assert sorted(passes(generator)[1:]) == [3, 20]
+    assert sorted(passes(generator)[1:]) == [4, 20], "a long prompt's last token has a step of its own"
 
 
 def test_adapters_keep_prompts_apart(clock: Clock) -> None:
@@ -257,7 +257,7 @@ def test_a_pass_is_full_with_the_tokens_of_a_paced_step(clock: Clock, monkeypatc
     assert passes(generator) == []
     generator.enqueue(asking(31, 14))
     step(generator)
-    assert passes(generator) == [20]
+    assert passes(generator) == [21]
 
 
 @pytest.mark.covers("generators: dynamic-queue")
@@ -273,7 +273,7 @@ def test_a_prompt_that_waits_can_be_cancelled(clock: Clock) -> None:
     clock.now += LIMIT
     results = drain(generator)[other]
     assert streamed_tokens(results) == naive(generator, prompt(31, 20)[0].tolist(), 4)
-    assert passes(generator) == [19]
+    assert passes(generator) == [20]
 
 
 @pytest.mark.covers("generators: failing-jobs")
@@ -319,7 +319,7 @@ def test_without_the_option_no_clock_is_read_and_passes_are_as_before(monkeypatc
         step(generator)
         steps.append(passes(generator)[before:])
     assert generator.num_remaining_jobs() == 0
-    assert [one for one in steps if one] == [[55], [53], [5, 24], [64], [5], [8], [63]]
+    assert [one for one in steps if one] == [[56], [55], [6, 25], [64], [6], [9], [64]]
 
 
 @dataclass

@@ -158,13 +158,18 @@ def slow(scripted: EngineThread, page: webdriver.Chrome, monkeypatch: pytest.Mon
     live = LiveServer({"scripted": scripted}, [ModelConfig(id="scripted", path=scripted.card.folder, engine="free")])
     page.get(live.url)
     models_are_listed(page)
+    go_on(page)
+    yield scripted
+    page.get("about:blank")
+    live.close()
+
+
+def go_on(page: webdriver.Chrome) -> None:
+    """Let the answers to the page's next requests end with their last token, and not by chance before it."""
     page.execute_script(
         "const send = window.fetch; window.fetch = (url, options) => send(url, options?.body ?"
         " { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) } : options);"
     )
-    yield scripted
-    page.get("about:blank")
-    live.close()
 
 
 def answered(page: webdriver.Chrome) -> str:
@@ -199,6 +204,7 @@ def test_an_answer_leaves_the_conversation_of_another_tab(page: webdriver.Chrome
     try:
         page.get(url)
         models_are_listed(page)
+        go_on(page)
         page.execute_script("document.getElementById('max_tokens').value = '4'")
         page.find_element(By.ID, "clear").click()
         assert ask(page, "A newer one.")

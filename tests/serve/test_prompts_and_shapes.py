@@ -307,7 +307,10 @@ def test_the_error_names_the_tool_with_a_schema_that_cannot_be_followed(
     http: httpx.Client, choice: Any, form: dict[str, Any]
 ) -> None:
     bad = {"type": "object", "patternProperties": {"(?=x)": {}}}
-    tools = [{"type": "function", "name": "good"}, {"type": "function", "name": "bad", "parameters": bad}]
+    tools = [
+        {"type": "function", "name": "good"},
+        {"type": "function", "name": "bad", "parameters": bad, "strict": True},
+    ]
     body = {"tools": tools, "tool_choice": choice, "max_output_tokens": 20} | (
         {"text": {"format": form}} if form else {}
     )

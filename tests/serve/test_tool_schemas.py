@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
@@ -29,6 +30,8 @@ MORE: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
         "dependentRequired": {"a": ["b"]},
     },
+    "$schema": {"$schema": "https://json-schema.org/draft-07/schema#", "type": "null"},
+    "$dynamicRef": {"$dynamicRef": "#", "type": "null"},
 }
 """A schema for each keyword."""
 
@@ -134,6 +137,107 @@ def test_a_name_that_is_a_keyword_stays(servers: dict[bool, httpx.Client]) -> No
     assert answer.status_code == 200, answer.text
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"not"}
+
+
+@pytest.mark.parametrize("draft", ["http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema"])
+def test_keywords_of_other_drafts_are_treated_alike(servers: dict[bool, httpx.Client], draft: str) -> None:
+    whole = schema_with(MORE["dependentRequired"], **{"$schema": draft})
+    answer = ask(servers[False], whole)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-exl-ignored"] == "tools[0].function.parameters.properties.more.dependentRequired"
+    strict = ask(servers[False], whole, strict=True)
+    assert strict.status_code == 400
+    assert strict.json()["error"]["code"] == "invalid_tool_schema"
+
+
+def schema_of_kind(kind: Any, size: Any) -> dict[str, Any]:
+    members = {"kind": kind, "size": size}
+    return {"type": "object", "properties": members, "required": ["kind"], "additionalProperties": False}
+
+
+FLAG = {"type": "boolean"}
+A, B = schema_of_kind({"const": "a"}, FLAG), schema_of_kind({"enum": ["b", "c"]}, {"type": "null"})
+UNIONS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "texts": (False, {"oneOf": [A, B]}),
+    "references": (False, {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "discriminator": {}}),
+    "numbers": (False, {"oneOf": [schema_of_kind({"const": 1}, FLAG), schema_of_kind({"const": 2}, FLAG)]}),
+    "types": (False, {"oneOf": [{"type": ["boolean", "null"]}, {"type": "array", "maxItems": 0}]}),
+    "constants": (False, {"oneOf": [{"const": "a"}, {"enum": ["b", 1]}, {"const": True}, {"const": {"kind": "a"}}, B]}),
+    "unions in it": (False, {"oneOf": [{"anyOf": [A, {"type": "null"}]}, {"allOf": [B]}]}),
+    "members that one forbids": (
+        False,
+        {
+            "type": "object",
+            "oneOf": [{"properties": {"a": FLAG}, "additionalProperties": False}, {"required": ["kind"]}],
+        },
+    ),
+    "integers and numbers": (True, {"oneOf": [{"type": "integer", "maximum": 9}, {"enum": [1.0, 0.5]}]}),
+    "equal constants": (True, {"oneOf": [{"const": 1}, {"const": 1.0}]}),
+    "one of two members": (
+        True,
+        {
+            "type": "object",
+            "properties": {"kind": {"const": "a"}, "size": FLAG},
+            "additionalProperties": False,
+            "oneOf": [{"required": ["kind"]}, {"required": ["size"]}],
+        },
+    ),
+    "beside anyOf": (True, {"anyOf": [A, {"type": "null"}], "oneOf": [{"type": "object"}, {"required": ["kind"]}]}),
+}
+"""Whether a value might match two branches, and a schema."""
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_branches_of_a_union_that_may_overlap_are_followed_as_any_of_them(
+    servers: dict[bool, httpx.Client], name: str
+) -> None:
+    overlap, union = UNIONS[name]
+    whole = schema_with(union, **{"$defs": {"a": A, "b": B}})
+    answer = ask(servers[False], whole)
+    assert answer.status_code == 200, answer.text
+    named = ["tools[0].function.parameters.properties.more.oneOf"] if overlap else []
+    assert [one for one in answer.headers.get("x-exl-ignored", "").split(",") if one] == named
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    value = json.loads(call["function"]["arguments"])["more"]
+    some = jsonschema.Draft202012Validator(union | {"$defs": whole["$defs"]} if not overlap else any_of(whole, union))
+    assert some.is_valid(value)
+
+
+def test_schemas_that_refer_to_themselves_may_overlap(servers: dict[bool, httpx.Client]) -> None:
+    loop = {"type": "object", "properties": {"next": {"$ref": "#/$defs/loop"}}, "required": ["next"]}
+    twice = {"oneOf": [{"$ref": "#/$defs/loop"}, {"allOf": [{"$ref": "#/$defs/loop"}]}]}
+    answer = ask(servers[False], schema_with(twice, **{"$defs": {"loop": loop}}))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-exl-ignored"] == "tools[0].function.parameters.properties.more.oneOf"
+
+
+def any_of(whole: dict[str, Any], union: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in union.items() if name != "oneOf"}
+    return {"allOf": [rest, {"anyOf": union["oneOf"]}], "$defs": whole["$defs"]}
+
+
+def test_unions_that_are_enforced_are_not_named_and_others_are_rejected_by_strict_tools(
+    servers: dict[bool, httpx.Client],
+) -> None:
+    enforced = []
+    for name, (overlap, union) in UNIONS.items():
+        whole = schema_with(union, **{"$defs": {"a": A, "b": B}})
+        if ask(servers[False], whole, strict=True).status_code == 200:
+            enforced.append(name)
+            assert not overlap
+    assert {"texts", "types", "unions in it"} <= set(enforced)
+
+
+def test_names_of_members_that_look_around_are_not_followed(servers: dict[bool, httpx.Client]) -> None:
+    names = {"^(?!x)": {"type": "integer"}, "^x$": FLAG}
+    more = {"type": "object", "maxProperties": 1, "patternProperties": names, "additionalProperties": False}
+    whole = schema_with(more)
+    answer = ask(servers[False], whole)
+    assert answer.status_code == 200, answer.text
+    inside = "tools[0].function.parameters.properties.more"
+    ignored = answer.headers["x-exl-ignored"].split(",")
+    assert ignored == [f"{inside}.patternProperties"[:64], f"{inside}.additionalProperties"[:64]]
+    assert ask(servers[False], whole, strict=True).json()["error"]["code"] == "invalid_tool_schema"
 
 
 def test_functions_of_2023_are_treated_alike(servers: dict[bool, httpx.Client]) -> None:

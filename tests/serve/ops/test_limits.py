@@ -319,30 +319,6 @@ def test_data_after_an_offer_of_another_protocol_is_checked() -> None:
     run(PATIENT, work)
 
 
-async def slow_stream(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"one", "more_body": True})
-    await receive()
-    await receive()  # until the client has gone
-
-
-def test_an_error_is_not_written_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A malformed request comes after a good one that waits for a running stream."""
-    monkeypatch.setattr(f"{__name__}.app", slow_stream)
-    get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-    async def work(port: int) -> None:
-        for malformed in (b"\0", get + b"\0"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(get)
-            await reader.readuntil(b"\r\n\r\n3\r\none\r\n")
-            writer.write(malformed)
-            assert await reader.read() == b""
-            writer.close()
-
-    run(PATIENT, work)
-
-
 async def names(scope: Any, receive: Any, send: Any) -> None:
     body = b" ".join(name for name, _ in scope["headers"])
     await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})

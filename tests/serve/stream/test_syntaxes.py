@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core.tokenizer import TextTokenizer
+from exl_filters import FilterCompileError
 from exl_filters.grammar import ExLlamaV2GrammarFilter
 from exl_generate import bundled
 from exl_serve.engine.events import Finished, Started, TokenLogprob, Tokens, Usage
@@ -437,6 +438,41 @@ def test_a_schema_that_the_syntax_cannot_follow_is_refused(form: str) -> None:
     tool = ToolSpec("f", "", {"type": "object", "anyOf": [{"required": ["a"]}], "properties": {"a": {}}})
     with pytest.raises(ServeError, match=r"tools\[0\].function.parameters.anyOf"):
         family(form, True).constraints(ChannelSettings(tools=(tool,), tool_choice="auto"), None)
+
+
+TEXTS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"format": "date"}, "yes", "2026-12-01"),
+    ({"pattern": "^[ab]+$"}, "c", "ab"),
+    ({"pattern": r"^a\$"}, "ab", "a$b"),
+    ({"pattern": r"b\\$"}, "b$c", "ab\\"),
+    ({"anyOf": [{"const": "a"}, {"maxLength": 2, "minLength": 2}]}, "abc", "a"),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}]}, "c", "b"),
+    ({"allOf": [{"maxLength": 2}]}, "abc", "ab"),
+    ({"$ref": "#/$defs/short"}, "abc", "ab"),
+    ({"not": {"const": "a"}}, "a", None),
+    ({"enum": ["a", "bc"], "minLength": 2}, "a", "bc"),
+    ({"enum": ["a", "b"], "const": "b"}, "a", "b"),
+    ({"enum": ["a", "b"], "pattern": "b"}, "a", "b"),
+]
+"""Keywords beside `type: string`, a text that they forbid, and one that they allow."""
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm", "mistral_args", "harmony"])
+@pytest.mark.parametrize(("more", "forbidden", "allowed"), TEXTS)
+def test_texts_of_strict_tools_are_enforced_or_refused(
+    form: str, more: dict[str, Any], forbidden: str, allowed: str | None, tokenizer: TextTokenizer
+) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"t": {"type": "string"} | more}, "required": ["t"]}
+    schema |= {"additionalProperties": False, "$defs": {"short": {"maxLength": 2}}}
+    try:
+        grammar = made(form, tokenizer, (ToolSpec("f", "", schema, strict=True),))
+    except (ServeError, FilterCompileError):
+        assert form in ("qwen3_coder", "glm") or "not" in more
+        return
+    assert not takes(grammar, tokenizer, inside(form, [("f", {"t": forbidden})]), whole=False)
+    if allowed is not None:
+        assert takes(grammar, tokenizer, inside(form, [("f", {"t": allowed})]), whole=False)
+    assert form not in ("qwen3_coder", "glm") or set(more) == {"pattern"}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -24,7 +24,7 @@ class ForwardResult(TypedDict, total=False):
     """The results of a pass that were asked for."""
 
     logits: Tensor
-    """float32 [batch, q_len (1 with last_id_only), padded vocabulary]"""
+    """float32 [batch, q_len, padded vocabulary]. With last_id_only q_len is 1, or the number of rows of `q_lens`."""
     last_state: Tensor
     """[batch, q_len, hidden], float32 or on a GPU half"""
     states: dict[int, Tensor]

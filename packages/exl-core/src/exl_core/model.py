@@ -139,7 +139,7 @@ class ExLlamaV2(SteppingModel):
             cache: keys and values so far, or None.
             input_mask: as for `forward`.
             preprocess_only: as for `forward`.
-            last_id_only: as for `forward`.
+            last_id_only: as for `forward`; with `PagedParams.q_lens` the last token of each of its rows.
             loras: as for `forward`.
             return_last_state: as for `forward`.
             position_offsets: as for `forward`.
@@ -153,9 +153,9 @@ class ExLlamaV2(SteppingModel):
                 `mixable`. Each row's result is bitwise identical to that of a pass with its adapters alone.
 
         Returns:
-            A dict with the keys that apply: "logits" as in `forward`, "last_state" [batch, q_len, hidden], "states"
-            {index: input of model.modules[index]}. "aborted": True alone if `abort_event` was set;
-            cache.current_seq_len is then unchanged.
+            A dict with the keys that apply: "logits" as in `forward`, [1, rows, padded vocabulary] for the last tokens
+            of `q_lens`; "last_state" [batch, q_len, hidden]; "states" {index: input of model.modules[index]}.
+            "aborted": True alone if `abort_event` was set; cache.current_seq_len is then unchanged.
 
         Raises:
             ModelStateError, SequenceTooLongError, TokenIdError, InputError: as for `forward`.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from exl_filters.drafts import of_one_draft
 from exl_filters.errors import FilterCompileError
 from exl_filters.lark_rules import endless_rules
 from exl_filters.library import caught, llguidance
@@ -176,6 +177,7 @@ def _schema(value: Any) -> dict[str, Any]:
 
 def _with_whitespace(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
     """Add llguidance's options to the schema; they replace any that the schema holds."""
+    schema = of_one_draft(schema)
     check_schema(schema)
     options = {**_whitespace(whitespace), "json_allowed_escapes": allowed_escapes(schema), "lenient": False}
     return {**schema, "x-guidance": options}
@@ -236,7 +238,8 @@ def _lark(kind: str, text: str, leading_space: bool) -> Any:
 
 
 def _checked_lark(text: str) -> str:
-    """Return the grammar with forcing off. Raises `FilterCompileError` where a rule has no finite text.
+    """Return the grammar with forcing off. Raises `FilterCompileError` where a rule has no finite text, or a schema is
+    not enforced whole.
 
     llguidance follows forced text to its end, and never returns where there is no end: with `r: /x*/ r`; or with `A B`
     where `A: /a+/` takes every a and `B: /ab/` wants one more. The mask that hangs may come late in a text. JSON
@@ -248,7 +251,28 @@ def _checked_lark(text: str) -> str:
             f"the rule {endless[0]!r} has no finite text: each of its alternatives needs such a rule again; add an "
             "alternative that does not"
         )
-    return _with_no_forcing(text)
+    return _with_no_forcing(_with_checked_schemas(text))
+
+
+def _with_checked_schemas(text: str) -> str:
+    """Return a Lark grammar whose JSON schemas are enforced whole, but for those with llguidance's option `lenient`."""
+    parts, end = [], 0
+    for found in re.finditer(r"%json[ \t\r\n]*(?=\{)", text):
+        if found.start() < end:
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance has an error for it, or it is in a text
+        options = schema.pop("x-guidance", {})
+        if isinstance(options, dict) and options.get("lenient") is True:
+            continue
+        read = of_one_draft(schema)
+        check_schema(read)
+        if read is not schema:
+            parts += [text[end : found.end()], json.dumps({**read, "x-guidance": options})]
+            end = after
+    return "".join([*parts, text[end:]])
 
 
 def _checked_llg(text: str) -> str:

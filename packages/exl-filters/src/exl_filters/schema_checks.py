@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from exl_filters.errors import FilterCompileError
 from exl_filters.same_value import parts_of_values
 
-__all__ = ["allowed_escapes", "check_schema", "divisor_of", "schemas_in"]
+__all__ = ["DATA", "NAMED", "allowed_escapes", "check_schema", "divisor_of", "schemas_in"]
 
 # Keywords whose value is data, and those whose value has names of the author's choice as keys.
 DATA = frozenset({"const", "enum", "default", "examples"})

@@ -208,6 +208,7 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
         *,
         attn_params: PagedParams | None = None,
         preprocess_only: bool = False,
+        last_id_only: bool = False,
         loras: Sequence[AdapterT] | None = None,
         indexed_embeddings: Sequence[EmbeddingT] | None = None,
         return_last_state: bool = False,
@@ -216,7 +217,9 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
         """Run one pass over int64 [B, q] ids with `PagedParams`.
 
         All rows use the adapters `loras`, or each row those of its entry in `row_loras`. The result holds "logits",
-        float [B, q, Vp], unless `preprocess_only`; and "last_state", [B, q, hidden], with `return_last_state`.
+        float [B, q, Vp], unless `preprocess_only`; with `last_id_only` those of the last token of each row, [B, 1, Vp],
+        or [1, rows, Vp] for the rows of `attn_params.q_lens`; and "last_state", [B, q, hidden], with
+        `return_last_state`.
         """
 
 

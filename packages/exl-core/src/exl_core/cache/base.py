@@ -98,6 +98,7 @@ class ExLlamaV2CacheBase:
             if lazy:
                 raise CacheError("a cache cannot be lazy and copy_from another one at the same time")
             self._check_same_layout(copy_from)
+            record_contiguous_write(self)
             self._layers = [_clone_pages(p) for p in copy_from._layers]
             self._places = list(copy_from._places)
             self.current_seq_len = copy_from.current_seq_len
@@ -386,6 +387,7 @@ class ExLlamaV2CacheBase:
             CacheError, InputError, ModelStateError: as for `get_kv_state`.
         """
         storage = self._storage(layer_idx)
+        record_contiguous_write(self)
         if self.kind == "fp16":
             return
         keys, values = self._temp_pair(storage.device)

@@ -14,6 +14,7 @@ from ..device import torch_device
 from ..errors import CacheError, InputError
 from .base import ExLlamaV2CacheBase
 from .classes import ExLlamaV2Cache
+from .writes import record_contiguous_write
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -75,6 +76,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
             sources = copy_from.shards()
             if len(sources) != len(places):
                 raise CacheError(f"copy_from: its heads are on {len(sources)} devices, the model's on {len(places)}")
+            record_contiguous_write(self)
             self.current_seq_len = copy_from.current_seq_len
             self.rope_offsets = copy_from.rope_offsets.copy()
         self.caches = [
@@ -171,6 +173,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         block_table: Tensor | None = None,
     ) -> None:
         """Encode the pairs that `get_kv_state` returned. The arguments are those of `base`."""
+        record_contiguous_write(self)
         for cache in self.caches:
             cache.store_kv_state(layer_idx, batch_size, offset, width, page_size, cache_seqlens, block_table)
 

@@ -29,7 +29,7 @@ from exl_kernels.selection import attention_stores_keys
 from ..layers.description import AttentionDescription
 from ..layers.heads import Heads, shape_heads, shape_part
 from .batch import Step
-from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows
+from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul
 from .half_launches import HeadNormLaunch
 from .half_matmuls import HalfPlan
 from .operators import Operators
@@ -96,9 +96,7 @@ class AttentionHalf(JoinedHalf):
         heads.store(k, v)
         if output_tokens == "none":
             return x, h, None
-        x, h, rows, places, turns = (
-            last_rows(t, step.batch_size) for t in (x, h, step.rows, step.positions, step.rope_positions)
-        )
+        x, h, rows, places, turns = (step.last_rows(t) for t in (x, h, step.rows, step.positions, step.rope_positions))
         q = shape_part(a, q_proj.matmul(h, invariant=step.invariant), a.q_norm)
         heads.rotate(q, turns)
         return x, h, heads.read(q, rows, places).view(x.shape[0], -1)

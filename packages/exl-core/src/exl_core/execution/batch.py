@@ -41,6 +41,7 @@ class Step:
     pages: Callable[[int], KVPages]  # of a layer
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
     max_keys: int | None = None  # exclusive upper bound of positions
+    ends: Tensor | None = None  # int64 [B], number of the last token of each row; None where rows have q_len tokens
     invariant: bool = False  # rows are batch-invariant, also more than PACKED_ROWS: each matmul is asked for that
     windows: bool = False  # rows are windows of prompts: tokens of neighbouring rows may share one of block_table
     abort_event: Event | None = None
@@ -53,6 +54,17 @@ class Step:
     # Of tokens in images that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None
     _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
+
+    @property
+    def sequences(self) -> int:
+        """Number of rows of the block table, each with tokens of its own."""
+        return self.batch_size if self.ends is None else self.ends.shape[0]
+
+    def last_rows(self, x: Tensor) -> Tensor:
+        """Return x [T, ...] of the last token of each row."""
+        if self.ends is not None:
+            return x.index_select(0, self.ends)
+        return x.view(self.batch_size, self.q_len, *x.shape[1:])[:, -1].contiguous()
 
     @property
     def decodes(self) -> bool:

@@ -102,6 +102,7 @@ def build_step(
         pages=layout.pages,
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
+        ends=None if layout.ends is None else layout.ends.to(device),
         abort_event=chunk.abort_event,
         invariant=row_invariant() if invariant is None else invariant,
         loras=chunk.adapters,
@@ -147,6 +148,8 @@ class _Layout(NamedTuple):
     page_size: int
     pages: Callable[[int], KVPages]
     """Returns the pages of a layer, or scratch memory where there is no cache."""
+    ends: Tensor | None = None
+    """int64 [rows], number of the last token of each row, where rows have different lengths."""
 
 
 def _contiguous_layout(
@@ -192,20 +195,21 @@ def _paged_layout(cache: Cache | None, params: PagedParams, batch: int, q_len: i
     past = params.cache_seqlens.to("cpu", torch.int64)
     table = params.block_index.to("cpu", torch.int32).contiguous()
     lengths = row_lengths(params, batch, q_len)
-    ends = past + lengths
-    needed = int(ends.max())
+    filled = past + lengths
+    needed = int(filled.max())
     if int(past.min()) < 0 or needed > table.shape[1] * page_size:
         raise SequenceTooLongError(
             f"{needed} tokens of a sequence do not fit its {table.shape[1]} pages of {page_size} in block_index"
         )
-    _check_page_numbers(table, ends, page_size, cache.max_seq_len // page_size)
+    _check_page_numbers(table, filled, page_size, cache.max_seq_len // page_size)
+    ends: Tensor | None = None
     if params.q_lens is None:
         rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
     else:
-        rows = _rows(params.batch_size, lengths)
-        first = past - (lengths.cumsum(0) - lengths)  # of each row, minus its place among the ids
+        rows, ends = _rows(params.batch_size, lengths), lengths.cumsum(0) - 1
+        first = past - (ends + 1 - lengths)  # of each row, minus its place among the ids
         positions = (first[rows.long()] + torch.arange(q_len))[None]
-    return _Layout(rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size))
+    return _Layout(rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size), ends)
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:

@@ -129,7 +129,7 @@ def static_step(
         slots=inputs.slots,
         block_table=inputs.block_table,
         rope_positions=inputs.rope_positions,
-        windows=bucket.stores,
+        windows=not bucket.decodes,
         _tokens={},
     )
 

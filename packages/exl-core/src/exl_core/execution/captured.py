@@ -226,7 +226,7 @@ class DecodeGraphs:
         captured = self._recorded(model, cache, bucket, adapted)
         if not isinstance(captured, str):
             return StepReplay(self, cache, captured, given)
-        if not (bucket.stores or bucket.last):
+        if bucket.decodes:
             self.reason = captured
         return captured
 
@@ -323,7 +323,7 @@ class DecodeGraphs:
 
     def _refusal_of_shards(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket have no launches on the devices of a sharded model, or None."""
-        why = None if bucket.stores or bucket.last else refusal_of_rows(bucket.tokens)
+        why = refusal_of_rows(bucket.tokens) if bucket.decodes else None
         if why is not None:
             return f"the matrices are sharded, and {why}"
         shards = self.shard_launches(model, bucket)
@@ -427,9 +427,9 @@ class DecodeGraphs:
             assert isinstance(self._shards, list), "_refusal_of_shards has made them"
             return self._recorder.record_sharded(model, self._shards, cache, bucket)
         joined = self.joined_for_step(model, adapted)
-        if bucket.stores:
+        if not bucket.decodes:
             assert isinstance(joined, JoinedLaunches), "`PromptGraphs` has checked it"
-            return self._recorder.record_store(model, joined, cache, bucket)
+            return self._recorder.record_prompt(model, joined, cache, bucket)
         return self._recorder.record(model, joined, cache, bucket, self._sets.adapters() if adapted else None)
 
 

@@ -56,7 +56,7 @@ class CapturedStep:
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     buffers: ExchangeBuffers | PeerResults | None = None  # through which devices of a sharded model exchange results
     launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
-    hidden: Tensor | None = None  # [rows, hidden] of the last tokens, where the bucket ends with them
+    hidden: Tensor | None = None  # [T, hidden] before the last norm, where the bucket has `last`
 
     def send_adapter_slots(self, adapter_slots: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""

@@ -12,8 +12,10 @@ from exl_kernels.selection import runs_packed
 
 from ..device import out_of_memory_as_error
 from ..layers import Head, Norm
+from ..lora.rows import RowAdapters
 from .attn_params import PagedParams
 from .build_step import Chunk, build_step
+from .half import description_of
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
@@ -86,6 +88,16 @@ def logits_of(model: LanguageModel, hidden: Tensor, *, invariant: bool) -> Tenso
     return head.forward(norm.forward(hidden), invariant=invariant)
 
 
+def _is_narrow_from(model: LanguageModel, asked: CheckedPass, begin: int) -> bool:
+    """Return whether the modules from `begin` on can run for some of the tokens alone.
+
+    A hook or changed code may ask for all of them, and each row of `RowAdapters` has its adapters.
+    """
+    halves = model.modules[begin : model.head_layer_idx - 1]
+    plain = all((about := description_of(module)) is not None and about.holds for module in halves)
+    return plain and not any(isinstance(adapter, RowAdapters) for adapter in asked.adapters)
+
+
 def run_modules(model: LanguageModel, asked: CheckedPass, first: Step) -> ForwardResult | None:
     """Run every module in order and move the hidden state from device to device. None when aborted."""
     (batch, q_len), place, step = asked.ids.shape, model.placement, first
@@ -95,6 +107,9 @@ def run_modules(model: LanguageModel, asked: CheckedPass, first: Step) -> Forwar
     # A pass without logits ends before this module.
     state_at = model.head_layer_idx - (asked.return_last_state != "normed")
     x = asked.ids.reshape(-1).to(place.device(0))
+    narrows_at = state_at
+    if asked.last_id_only and not wants_state and _is_narrow_from(model, asked, model.last_kv_layer_idx + 1):
+        narrows_at = model.last_kv_layer_idx + 1
     for index, module in enumerate(model.modules):
         if asked.abort_event is not None and asked.abort_event.is_set():
             return None
@@ -107,8 +122,8 @@ def run_modules(model: LanguageModel, asked: CheckedPass, first: Step) -> Forwar
                 result["last_state"] = x.view(batch, q_len, -1).clone()
             if asked.preprocess_only:
                 break
-            if asked.last_id_only:
-                x = x.view(batch, q_len, -1)[:, -1].contiguous()
+        if index == narrows_at and asked.last_id_only:
+            x = step.last_rows(x)
         if place.crosses(index):
             x, step = place.carry(x, index), place.step_on(first, place.device(index))
         x = module.forward(x, step)

@@ -133,8 +133,6 @@ def checked(model: LanguageModel, asked: ForwardPass) -> CheckedPass:
     params: AttentionParams | PagedParams
     if isinstance(asked.params, PagedParams):
         params = paged_params(asked.params, mask, offsets)
-        if params.q_lens is not None and asked.last_id_only:
-            raise UnsupportedError("last_id_only and PagedParams.q_lens exclude each other: take the rows you need")
     else:
         params = contiguous_params(asked.params, asked.cache, batch, q_len, mask, offsets)
         check_context(asked.cache, params.input_mask, params.position_offsets, abort, batch)

@@ -39,7 +39,6 @@ from .half import (
     PackedInput,
     is_padded,
     joined,
-    last_rows,
     why_own_pass,
 )
 from .half_matmuls import head_with_norm, joins_rows, refusal_of_blocks
@@ -133,17 +132,21 @@ class JoinedLaunches:
         """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
         return self._hidden(self._embedded(ids), step, output_tokens)
 
+    def states(self, ids: Tensor, step: Step) -> Tensor:
+        """Return the input of the last norm [T, hidden], for ids int64 [T] on the device."""
+        return self._run_halves(self._embedded(ids), step)[0]
+
     def _joins(self, rows: int, *, invariant: bool) -> list[bool]:
         """Return for each half whether its launches of `rows` rows, which are `invariant` or not, are joined."""
         few = joins_rows(rows, invariant=invariant)
         return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
-        batch, rows = step.batch_size, x.shape[0]
+        rows = x.shape[0]
         x, h = self._run_halves(x, step, output_tokens=output_tokens)
         assert not isinstance(h, PackedInput), "no matmul follows the last half"
-        if output_tokens == "last" and x.shape[0] == rows > batch:
-            x, h = last_rows(x, batch), None if h is None else last_rows(h, batch)
+        if output_tokens == "last" and x.shape[0] == rows > step.sequences:
+            x, h = step.last_rows(x), None if h is None else step.last_rows(h)
         return self._normed(x) if h is None else h
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -162,8 +165,9 @@ class JoinedLaunches:
         Args:
             x: the hidden state [T, hidden].
             step: the step.
-            output_tokens: the tokens whose hidden states are returned. With "last" only these are returned, if
-                all halves from the last attention on run apart. With "none" that attention ends the pass.
+            output_tokens: the tokens whose hidden states are returned. With "last" the halves from the last attention
+                on run apart, for these tokens alone; only adapters may need them all. With "none" that attention ends
+                the pass.
             head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
 
         Returns:
@@ -175,6 +179,8 @@ class JoinedLaunches:
             halves = [half if joint else ModuleHalf(half.module) for joint, half in zip(joins, halves, strict=True)]
         if output_tokens == "none":
             halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
+        elif output_tokens == "last" and x.shape[0] > step.sequences and not step.loras:
+            joins = [joint and index < self._last for index, joint in enumerate(joins)]
         narrows = -1 if any(joins[self._last :]) else self._last
         rows = x.shape[0] if any(joins) else 0  # launches apart do not ask for the rows
         key = (rows, tuple(joins), head is None, not step.loras)

@@ -64,7 +64,7 @@ class CapturedStore:
 
 
 class CapturedLast:
-    """Run one captured prompt of a sharded model, recorded as by `CapturedStore`, and the head for the last tokens."""
+    """Run one captured prompt, recorded as by `CapturedStore`, and the head for the last token of each sequence."""
 
     __slots__ = ("_prompt",)
 
@@ -85,11 +85,15 @@ class CapturedLast:
         assert hidden is not None, "`last` was asked for"
         try:
             with out_of_memory_as_error("run the model"):
+                if self._prompt.windows is not None:  # the hidden states are those of all tokens
+                    ends = torch.tensor(self._prompt.windows.ends)
+                    ends = ends.pin_memory().to(hidden.device, non_blocking=True) if hidden.is_cuda else ends
+                    hidden = hidden.index_select(0, ends)
                 logits = logits_of(model, hidden, invariant=asks_invariant_rows(model, asked))
         except Exception:
             cache.current_seq_len = before  # as after any failed pass
             raise
-        return {"logits": logits.view(asked.ids.shape[0], 1, logits.shape[1])}
+        return {"logits": logits.view(asked.ids.shape[0], -1, logits.shape[1])}
 
 
 def _recorded(step: StepReplay | UnrecordedStep) -> StepReplay | str:

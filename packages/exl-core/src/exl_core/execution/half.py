@@ -55,7 +55,6 @@ __all__ = [
     "is_mixture",
     "is_padded",
     "joined",
-    "last_rows",
     "loaded_shape",
     "refusal_of_code",
     "why_apart",
@@ -64,8 +63,8 @@ __all__ = [
 
 
 OutputTokens = Literal["all", "last", "none"]
-"""The tokens for which a pass returns a hidden state: all, the last one of each row of equal length, or none, when the
-pass only stores keys and values."""
+"""The tokens for which a pass returns a hidden state: all, the last one of each row, or none, when the pass only stores
+keys and values."""
 
 
 class PackedInput(NamedTuple):
@@ -219,7 +218,7 @@ class ModuleHalf(Half):
     ) -> tuple[Tensor, HalfInput]:
         """Run the module's own forward pass."""
         x = self.module.forward(x, step)
-        return last_rows(x, step.batch_size) if output_tokens == "last" else x, None
+        return step.last_rows(x) if output_tokens == "last" else x, None
 
 
 class JoinedHalf(Half):
@@ -329,8 +328,3 @@ def input_norm(norm: Norm | None) -> FusedNorm | None:
     if isinstance(norm, LayerNorm):
         return FusedNorm(norm.loaded_weight, norm.eps, layer=True, bias=norm.bias)
     return FusedNorm(norm.loaded_weight, norm.eps)
-
-
-def last_rows(x: Tensor, batch: int) -> Tensor:
-    """Return x [T, ...] of the last token of each of `batch` rows."""
-    return x.view(batch, -1, *x.shape[1:])[:, -1].contiguous()

@@ -30,7 +30,7 @@ class PromptBuckets:
         Args:
             bucket: rows, tokens a row and pages of the prompt.
             places: pages of the cache.
-            last: the step ends with the hidden state of the last tokens.
+            last: the step ends with hidden states for the head.
         """
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         # Beyond so many windows only multiples: of few buckets each is captured soon. Rows of whole prompts are exact.

@@ -1,7 +1,7 @@
 """Which prompts are captured steps of `DecodeGraphs`.
 
-Short prompts that only store keys and values are, once there are many of their size: windows of a sequence's tokens are
-the rows (`prompt_windows.py`). Prompts of sharded models are captured whole, too, once there are many of their length
+Short prompts are, once there are many of their size: windows of a sequence's tokens are the rows (`prompt_windows.py`).
+Prompts of sharded models are captured whole, too, once there are many of their length
 (`sharded/captured_prompts.py`). Other prompts run eagerly.
 """
 
@@ -51,7 +51,7 @@ class PromptGraphs:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
             cache: the cache of the pages.
             params: paged parameters.
-            last: the step ends with the hidden state of the last tokens.
+            last: the step ends with hidden states for the head.
 
         Returns:
             The step, or the reason why no captured step covers the arguments.
@@ -65,12 +65,11 @@ class PromptGraphs:
         packed = model.packed_rows
         if model.tp_context is not None and (last or not runs_packed(ids.numel(), decodes=False, packed=packed)):
             return self._whole(ids, cache, params, "last" if last else "none")
-        if last:
-            return "logits of a prompt are those of launches that are not captured"
         windows = windows_of(ids, params, packed)
         if windows is None:
             return f"the windows of the prompts have more than {packed} tokens"
-        call = StepCall(windows.ids.shape[1], cache, windows.params, output_tokens="none")
+        output_tokens: OutputTokens = "last" if last else "none"
+        call = StepCall(windows.ids.shape[1], cache, windows.params, output_tokens=output_tokens)
         return self._prepared(call, windows)
 
     def _whole(

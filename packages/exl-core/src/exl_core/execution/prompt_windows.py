@@ -37,6 +37,16 @@ class PromptWindows:
     longest: int
     """Tokens of the longest sequence after the pass."""
 
+    @property
+    def ends(self) -> list[int]:
+        """The last token of each sequence, by its number among `ids`."""
+        length, last = self.ids.shape[1], [*self.firsts[1:], -1]
+        return [
+            window * length + count - 1
+            for window, (count, first, following) in enumerate(zip(self.counts, self.firsts, last, strict=True))
+            if following != first
+        ]
+
 
 def windows_of(ids: Tensor, params: PagedParams, most: int) -> PromptWindows | None:
     """Cut a pass into windows.

@@ -49,7 +49,12 @@ class Bucket(NamedTuple):
     stores: bool = False
     """The step only stores keys and values: it has no logits."""
     last: bool = False
-    """The step ends with the hidden state of the last token of each row: it has no logits either."""
+    """The step ends with hidden states for the head: it has no logits either."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the step has logits. Otherwise it stores a prompt."""
+        return not (self.stores or self.last)
 
     @property
     def tokens(self) -> int:

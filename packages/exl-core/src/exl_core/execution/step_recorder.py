@@ -108,19 +108,25 @@ class StepRecorder:
             adapter_slots=[-1] * bucket.tokens,
         )
 
-    def record_store(self, model: LanguageModel, joined: JoinedLaunches, cache: Cache, bucket: Bucket) -> CapturedStep:
-        """Record a step without logits of a model on one device; arguments as for `record`."""
+    def record_prompt(self, model: LanguageModel, joined: JoinedLaunches, cache: Cache, bucket: Bucket) -> CapturedStep:
+        """Record a step without logits of a model on one device; arguments as for `record`.
+
+        Where the bucket has `last`, the step ends with the hidden states of all tokens.
+        """
         assert model.device is not None
         inputs = StagedTensors(bucket, model.device)
         step = static_step(model, cache, bucket, inputs, inputs.buffer.device)
 
         def body(_: Tensor | None) -> Tensor:
+            if bucket.last:
+                return joined.states(inputs.ids, step)
             joined.store(inputs.ids, step)
             return inputs.ids
 
-        graph, _, held = self._recorder.capture(body, None, inputs.ids)
+        graph, found, held = self._recorder.capture(body, None, inputs.ids)
         kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._recorder.workspaces)
-        return CapturedStep(graph=graph, inputs=inputs, logits=None, kept=kept)
+        hidden = found if bucket.last else None
+        return CapturedStep(graph=graph, inputs=inputs, logits=None, kept=kept, hidden=hidden)
 
     def record_sharded(
         self, model: LanguageModel, shards: list[ShardLaunches], cache: Cache, bucket: Bucket
@@ -128,7 +134,7 @@ class StepRecorder:
         """Record a step or a prompt of a sharded model, a graph for each device, whose launches are `shards`."""
         context = model.tp_context
         assert context is not None, "a sharded model has one"
-        records = self._record_sharded_prompt if bucket.stores or bucket.last else self._record_sharded_step
+        records = self._record_sharded_prompt if not bucket.decodes else self._record_sharded_step
         return records(model, context, shards, cache, bucket)
 
     def _record_sharded_step(

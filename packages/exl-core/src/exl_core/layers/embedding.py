@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Embedding"]
 
+SERIAL = 1 << 14
+"""Elements of an operator that torch runs in the calling thread."""
+
 
 class Embedding(WeightModule):
     """Rows of the table [vocab, hidden], stored in the file's float type; returned as float32, on a GPU as half.
@@ -82,9 +85,29 @@ class Embedding(WeightModule):
     def _lookup(self, ids: Tensor, loras: tuple[Adapter, ...]) -> Tensor:
         """Return float32 [T, hidden] of ids below the vocabulary."""
         assert self.weight is not None
-        rows = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)[ids].float()
-        rows = rows if self.scale == 1.0 else rows * self.scale
+        table = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)
+        rows = _gathered(table, ids, self.scale)
         for lora in loras:
             if lora.embedding_pair is not None:
                 rows += lora.embedding_pair.forward(ids) * self.scale
         return rows
+
+
+def _gathered(table: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """Return float32 rows [T, hidden] of a float table, times `scale`.
+
+    Not by large operators of torch on a CPU: these wake all threads of torch's pool, which takes tens of milliseconds
+    where other processes are busy.
+    """
+    if table.device.type != "cpu":
+        rows = table[ids].float()
+        return rows if scale == 1.0 else rows * scale
+    width, bits = table.shape[1], torch.int16 if table.element_size() == 2 else torch.int32
+    found = torch.from_numpy(table.view(bits).numpy()[ids.numpy()]).view(table.dtype)
+    out = torch.empty(found.shape, dtype=torch.float32)
+    at_once = max(1, SERIAL // width)
+    for part, into in zip(torch.split(found, at_once), torch.split(out, at_once), strict=True):
+        into.copy_(part)
+        if scale != 1.0:
+            into *= scale
+    return out

@@ -236,6 +236,7 @@ class Engine:
             self._alone = not self._prompts.step(waiting)
             self._decode(self._job_steps(waiting, prelaunched=current is not None), current)
         finally:
+            self._prompts.closed.clear()  # of jobs that do not decode in this step
             self._scheduler.retire()
             if self._pace.limited:
                 self._pace.end()
@@ -247,6 +248,7 @@ class Engine:
         windows = [window for step in steps for window in step.windows]
         began = self._drafter.length.clock() if self._drafter.most else 0.0
         try:
+            windows = self._prompts.serve(windows)
             if current is not None:
                 windows = current.serve(windows, keep=not all(step.decoder.reads_logits_once for step in steps))
             self._runner.decode(windows)

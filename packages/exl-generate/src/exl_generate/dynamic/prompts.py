@@ -3,6 +3,7 @@
 On a GPU a pass over several prompts costs little more than a pass over one short prompt: every matrix is read once and,
 beyond a few rows, dequantized once. Tokens must not depend on the choice. Passes of up to `ExLlamaV2.invariant_tokens`
 tokens are batch-invariant: short prompts share passes up to that length, longer prompts share passes among themselves.
+A batch-invariant pass evaluates the last token of its prompts, too: the first new token then needs no decode step.
 Where a hook of the caller (`Intervention`) reads the hidden states, each prompt has its own pass. A prompt waits for an
 earlier pass that computes a prefix which both have in common.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.prompt_pace import PromptPace
 from exl_generate.dynamic.prompt_wait import PromptWait
-from exl_generate.dynamic.runner import Chunk, Runner
+from exl_generate.dynamic.runner import Chunk, Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.snapshot import Counters
@@ -24,6 +25,8 @@ from exl_generate.dynamic.speculation import Drafter
 from exl_kernels.selection import PACKED_ROWS
 
 if TYPE_CHECKING:
+    import torch
+
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Prompts"]
@@ -55,6 +58,8 @@ class Prompts:
         self._pace = pace
         self._deliver = deliver
         self.counters = counters
+        #: logits float32 [Vp] of the prompts that this step has closed
+        self.closed: dict[Sequence, torch.Tensor] = {}
         #: ids in common from which on a prompt waits for another
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
         self._wait = PromptWait(wait_seconds, runner, self.worth)
@@ -67,8 +72,8 @@ class Prompts:
         """
         if not waiting and not self._pace.limited:
             return False  # a limit is learned from steps without prompts, too
-        step = _PrefillStep(self)
         budget = left = self._most()
+        step = _PrefillStep(self, budget)
         try:
             ready = self._wait.ready(waiting, budget, self._decoding() if self._wait.holds else 0)
             for job in ready:
@@ -83,6 +88,19 @@ class Prompts:
             self._deliver(step.events())
         return bool(ready)
 
+    def serve(self, windows: list[Window]) -> list[Window]:
+        """Give the windows of prompts that this step has closed their logits; return the others."""
+        if not self.closed:
+            return windows
+        left = []
+        for window in windows:
+            row = self.closed.get(window.sequence)
+            if row is None or len(window.ids) > 1 or window.wants_state:
+                left.append(window)
+            else:
+                window.logits = [row]
+        return left
+
     def _most(self) -> int:
         """Return the most tokens of this step."""
         # A hook may see how a prompt is cut: that must not depend on a clock.
@@ -96,10 +114,13 @@ class Prompts:
 
 
 class _PrefillStep:
-    """The prefill of one step. Chunks are collected until the chunks that can share their pass are known."""
+    """The prefill of one step. Chunks are collected until the chunks that can share their pass are known.
 
-    def __init__(self, owner: Prompts) -> None:
-        self._owner = owner
+    A pass has at most `budget` tokens.
+    """
+
+    def __init__(self, owner: Prompts, budget: int) -> None:
+        self._owner, self._budget = owner, budget
         self._runner, self._drafter = owner._runner, owner._drafter
         self._waiting: dict[object, list[tuple[ExLlamaV2DynamicJob, Chunk]]] = {}
         #: chunks that wait, and the pages they write, by how their prompts begin
@@ -121,7 +142,7 @@ class _PrefillStep:
                 # Scored prompts need all logits, and a row of them is as large as the vocabulary.
                 most = min(budget - spent, PACKED_ROWS) if sequence.scoring else budget - spent
                 chunk = Chunk(sequence, *sequence.next_chunk(most))
-                sequence.provide(chunk.end)
+                sequence.provide(chunk.end + (chunk.end == sequence.prefill_end))
                 spent += len(chunk)
                 self._put(job, chunk)
         except Exception as error:
@@ -193,14 +214,25 @@ class _PrefillStep:
         chunks = [chunk for _, chunk in held]
         if not chunks:
             return
+        self._close(chunks)
         self._drafter.prefill(chunks)
         for (job, chunk), error in zip(held, self._runner.compute(chunks), strict=True):
             if error is not None:
                 self._fail(job, error)
                 continue
             chunk.sequence.commit(chunk.end)
+            if chunk.logits is not None:
+                self._owner.closed[chunk.sequence] = chunk.logits
             self._owner.counters.prefilled_tokens += len(chunk)
             self._moved[job] = True
+
+    def _close(self, chunks: list[Chunk]) -> None:
+        """Let the pass over these chunks close prompts, as far as it has room for the last tokens."""
+        room = min(self._budget, self._runner.kind_of(chunks[0])[1]) - sum(map(len, chunks))
+        for chunk in chunks:
+            if room > 0 and self._runner.may_close(chunk):
+                chunk.closes = True
+                room -= 1
 
     def _fail(self, job: ExLlamaV2DynamicJob, error: Exception) -> None:
         if job not in self._failed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -31,25 +31,36 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Runner", "Window", "rows_of"]
 
 Ids = NDArray[np.int64]
+Output = Literal["all", "last", "none"]
+"""The tokens of a pass whose logits are wanted: all, the last one of each sequence, or none."""
 _Kind = tuple[int, "tuple[RequestAdapter, ...]", "tuple[Embedding, ...]", bool]
 """Ids of a window, the adapters that its pass has, the embeddings, and whether the hidden state is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Chunk:
-    """Ids start..end of a sequence's prompt."""
+    """Ids start..end of a sequence's prompt, and the last id after them if the chunk `closes` the prompt."""
 
     sequence: Sequence
     start: int
     end: int
+    #: the pass also evaluates the prompt's last id, whose logits give the first token
+    closes: bool = False
+    #: float32 [Vp] after the last id, where the chunk `closes` and has been computed
+    logits: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.end - self.start
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the chunk in its pass."""
+        return self.end + self.closes - self.start
+
+    @property
     def ids(self) -> Ids:
-        """int64 [end - start], a view."""
-        return self.sequence.ids[self.start : self.end]
+        """int64 [tokens], a view."""
+        return self.sequence.ids[self.start : self.end + self.closes]
 
 
 class Window:
@@ -122,14 +133,18 @@ class Runner:
         with paged_copies():
             self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
 
+    def may_close(self, chunk: Chunk) -> bool:
+        """Whether the pass over a chunk may close the prompt: its logits are bitwise those of a decode step."""
+        sequence, alike = chunk.sequence, self._model.invariant_tokens()
+        if chunk.end < sequence.prefill_end or (alike is not None and len(chunk) >= alike):
+            return False
+        ids = sequence.ids[chunk.start : chunk.end + 1]
+        return not (sequence.scoring or self.hooked or _has_embeddings(sequence, ids))
+
     def kind_of(self, chunk: Chunk) -> tuple[object, int]:
         """Return a key, and the most tokens of a pass: chunks of one key may be computed in one pass."""
         loras = chunk.sequence.loras
-        if (
-            chunk.sequence.scoring
-            or self.hooked
-            or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX)
-        ):
+        if chunk.sequence.scoring or self.hooked or _has_embeddings(chunk.sequence, chunk.ids):
             return chunk, len(chunk)  # by itself
         alike = self._model.invariant_tokens()
         if alike is None or len(chunk) > alike:
@@ -147,7 +162,8 @@ class Runner:
         return self._model.hooked
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
-        """Compute the K/V of these chunks in one pass or, if that fails, by halves.
+        """Compute the K/V of these chunks, and the logits of those that close a prompt, in one pass or, if that fails,
+        by halves.
 
         Each chunk must follow the valid K/V of its sequence and have its pages. Returns the error of each chunk, None
         for success.
@@ -161,13 +177,18 @@ class Runner:
     def _compute(self, chunks: SequenceOf[Chunk]) -> None:
         sequences = [chunk.sequence for chunk in chunks]
         ids = np.concatenate([chunk.ids for chunk in chunks])[None]
-        lengths = None if len(chunks) == 1 else [len(chunk) for chunk in chunks]
+        lengths = None if len(chunks) == 1 else [chunk.tokens for chunk in chunks]
         embeddings = sequences[0].embeddings if lengths is None else ()
         starts = [chunk.start for chunk in chunks]
         scores = sequences[0].scores if sequences[0].scoring and not self._draft else None
-        found = self.forward(ids, sequences, starts, embeddings, preprocess_only=scores is None, lengths=lengths)
+        output: Output = "all" if scores is not None else "last" if any(chunk.closes for chunk in chunks) else "none"
+        found = self.forward(ids, sequences, starts, embeddings, output=output, lengths=lengths)
         if scores is not None:
             scores.add(starts[0], found["logits"][0].float(), self.vocab_size)
+        elif output == "last":
+            logits = found["logits"].float().clone()  # the model runs again before they are read
+            for chunk, row in zip(chunks, rows_of(logits), strict=True):
+                chunk.logits = row if chunk.closes else None
 
     def decode(self, windows: list[Window]) -> None:
         """Evaluate every window; windows of one kind together.
@@ -231,11 +252,11 @@ class Runner:
         sequences: list[Sequence],
         positions: list[int],
         embeddings: SequenceOf[Embedding] = (),
-        preprocess_only: bool = False,
+        output: Output = "all",
         wants_state: bool = False,
         lengths: list[int] | None = None,
     ) -> ForwardResult:
-        """Run one pass over int64 `ids` [B, q], row b at positions[b].. of sequences[b].
+        """Run one pass over int64 `ids` [B, q], row b at positions[b].. of sequences[b], for these logits.
 
         With `lengths`, ids are [1, their sum], one sequence after the other, and all have the same adapters.
         """
@@ -253,7 +274,12 @@ class Runner:
                 extra["return_last_state"] = True
         with torch.inference_mode(), self._guard():
             return self._model.forward_chunk(
-                torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
+                torch.from_numpy(ids),
+                cache=self._cache,
+                attn_params=params,
+                preprocess_only=output == "none",
+                last_id_only=output == "last",
+                **extra,
             )
 
     def prelaunchable_step(
@@ -308,6 +334,10 @@ class Runner:
             q_len=q_len,
             rope_offsets=None if self._draft else _offsets(sequences, positions),
         )
+
+
+def _has_embeddings(sequence: Sequence, ids: Ids) -> bool:
+    return bool(sequence.embeddings) and int(ids.max()) >= EMBEDDING_INDEX
 
 
 def rows_of(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -168,8 +168,8 @@ class ScriptedModel(ModelBase):
     """A model whose `script(context)` names the next token, or returns None where the hash decides.
 
     `faults` are raised by the forward passes whose context ends in that token. In a context, a row of an embedding is
-    10000 + its value. `calls` lists (batch, tokens of a row, preprocess_only) of every forward pass, unless `records`
-    is False: a server would keep the list for ever.
+    10000 + its value. `calls` lists (batch, tokens of a row, whether they are prompts: without logits, or with those of
+    the last tokens alone) of every forward pass, unless `records` is False: a server would keep the list for ever.
     """
 
     def __init__(
@@ -203,6 +203,7 @@ class ScriptedModel(ModelBase):
         cache: Any = None,
         attn_params: Any = None,
         preprocess_only: bool = False,
+        last_id_only: bool = False,
         loras: Sequence[ScriptedLora] | None = None,
         indexed_embeddings: Sequence[ScriptedEmbedding] | None = None,
         return_last_state: bool = False,
@@ -215,7 +216,7 @@ class ScriptedModel(ModelBase):
         cache = cache.underlying if isinstance(cache, CacheView) else cache
         batch, q_len = ids.shape
         if self._records:
-            self.calls.append((batch, q_len, preprocess_only))
+            self.calls.append((batch, q_len, preprocess_only or last_id_only))
         table, past = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
         joined = attn_params.q_lens
         rows = list(ids) if joined is None else np.split(ids[0], np.cumsum(joined.numpy())[:-1])
@@ -226,6 +227,7 @@ class ScriptedModel(ModelBase):
         state = np.zeros((ids.size, self.config.hidden_size), dtype=np.float32)
         hashes = np.empty(ids.size, dtype=np.uint64)
         wanted: list[int | None] = []
+        numbers: list[int] = []  # of the tokens whose logits are wanted
         at = 0
         of_rows = [tuple(loras or ())] * len(rows) if row_loras is None else [tuple(found) for found in row_loras]
         for mine, row, adapters in zip(slots, rows, of_rows, strict=True):
@@ -236,13 +238,17 @@ class ScriptedModel(ModelBase):
                 if token in self.faults:
                     raise self.faults[token]
             hashes[at : at + len(row)] = chain
-            if self.script is not None and not preprocess_only:
-                tokens = cache.tokens[mine].tolist()
-                wanted += [self.script(tokens[: past_len + i + 1]) for i in range(len(row))]
+            if not preprocess_only:
+                places = range(len(row) - 1 if last_id_only else 0, len(row))
+                numbers += [at + i for i in places]
+                if self.script is not None:
+                    tokens = cache.tokens[mine].tolist()
+                    wanted += [self.script(tokens[: past_len + i + 1]) for i in places]
             at += len(row)
         result: ForwardResult = {}
         if not preprocess_only:
-            result["logits"] = torch.from_numpy(self.logits_of(hashes, wanted)).view(batch, q_len, -1)
+            logits = self.logits_of(hashes[numbers], wanted)
+            result["logits"] = torch.from_numpy(logits).view(batch, -1, logits.shape[1])
         if return_last_state:
             result["last_state"] = torch.from_numpy(state).view(batch, q_len, -1)
         return result

@@ -177,6 +177,13 @@ class _Guarded(HttpToolsProtocol):
         #: is that of a request over the limit
         self._counted: deque[str | None] = deque()
         self._refusal: ServeError | None = None
+        #: the error that follows the answers of the requests before it
+        self._deferred: ServeError | None = None
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether the client waits for an answer or the rest of one."""
+        return self._answering is not None and not self._answering.response_complete
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
@@ -231,7 +238,7 @@ class _Guarded(HttpToolsProtocol):
             del self.addresses[address]
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._deferred is not None:
             return
         if not self._reading and self._timer is None:
             self._arm(self.limits.header_seconds, self._header_deadline)
@@ -332,6 +339,8 @@ class _Guarded(HttpToolsProtocol):
         if self._proxied and self._counted:
             self._forget_first()
         super().on_response_complete()
+        if self._deferred is not None and not self._waiting and not self.transport.is_closing():
+            self._send_refusal(self._deferred)
         self._watch()
 
     def _count_header(self, size: int) -> None:
@@ -413,21 +422,38 @@ class _Guarded(HttpToolsProtocol):
         self._refuse(self._refusal or ServeError.invalid("this is not an HTTP/1.1 request", code="bad_request"))
 
     def _refuse(self, error: ServeError) -> None:
-        """Answer without the application, and close the connection."""
+        """Answer without the application, after the answers of all requests that came before, and close the
+        connection.
+        """
         self._disarm()
         if self.transport.is_closing():
             return
-        answering = self._answering  # not `cycle`, which may be a later request
-        answered = self._reading and self._in_body and self.cycle.response_complete  # before its body was complete
-        if not answered and (answering is None or not answering.response_started or answering.response_complete):
-            body = msgspec.json.encode(error.body())
-            lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
-            if error.retry_after is not None:
-                lines.append(b"retry-after: %d\r\n" % max(1, round(error.retry_after)))
-            lines.append(b"content-length: %d\r\n\r\n" % len(body))
-            self.transport.write(b"".join(lines) + body)
-            if answering is not None:
-                answering.disconnected = True
-                answering.message_event.set()
+        if self._reading and self._in_body:  # the error is in the body of `cycle`
+            if not self.pipeline:
+                self._break_off(error)
+                return
+            self.pipeline.popleft()  # `cycle`, which has not begun
+        if self._waiting:
+            self._deferred = error
+        else:
+            self._send_refusal(error)
+
+    def _break_off(self, error: ServeError) -> None:
+        """End the request that is being answered. Its answer is the error, unless another one has begun."""
+        if not self.cycle.response_started:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._send_refusal(error)
+            return
+        self._watch()
+        self.transport.close()
+
+    def _send_refusal(self, error: ServeError) -> None:
+        body = msgspec.json.encode(error.body())
+        lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        if error.retry_after is not None:
+            lines.append(b"retry-after: %d\r\n" % max(1, round(error.retry_after)))
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        self.transport.write(b"".join(lines) + body)
         self._watch()
         self.transport.close()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from exl_serve.request.overlaps import Overlaps
 from exl_serve.request.response_tools import LEFT_OUT
 from exl_serve.request.tool_schemas import not_followed
 
@@ -78,10 +79,11 @@ def _members(body: Mapping[str, Any]) -> Iterator[str]:
             yield from _others(tool.get("function"), f"{path}.function", frozenset({"name"}))
         if isinstance(choice.get("function"), dict) and choice.get("name") is not None:
             yield "tool_choice.name"
+    overlaps = Overlaps()
     for at, tool in enumerate(_listed(body.get("tools"))):
-        yield from _of_tool(tool, f"tools[{at}]")
+        yield from _of_tool(tool, f"tools[{at}]", overlaps)
     for at, function in enumerate(_listed(body.get("functions"))):
-        yield from _of_schema(function, f"functions[{at}]")
+        yield from _of_schema(function, f"functions[{at}]", overlaps)
     for at, message in enumerate(_listed(body.get("messages"))):
         yield from _of_content(message.get("content"), f"messages[{at}].content")
     for at, item in enumerate(_listed(body.get("input"))):
@@ -105,7 +107,7 @@ def _listed(value: Any) -> list[dict[str, Any]]:
     return value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
 
 
-def _of_tool(tool: Mapping[str, Any], path: str) -> Iterator[str]:
+def _of_tool(tool: Mapping[str, Any], path: str, overlaps: Overlaps) -> Iterator[str]:
     kind = tool.get("type")
     if isinstance(kind, str) and kind in LEFT_OUT:
         yield path
@@ -113,19 +115,19 @@ def _of_tool(tool: Mapping[str, Any], path: str) -> Iterator[str]:
         # Its description has no place in the form in which models see functions.
         yield from _others(tool, path, frozenset({"type", "name", "tools"}))
         for at, one in enumerate(_listed(tool.get("tools"))):
-            yield from _of_tool(one, f"{path}.tools[{at}]")
+            yield from _of_tool(one, f"{path}.tools[{at}]", overlaps)
     elif isinstance(function := tool.get("function"), dict):
         yield from _others(tool, path, _NESTED)
-        yield from _of_schema(function, f"{path}.function")
+        yield from _of_schema(function, f"{path}.function", overlaps)
     else:
         yield from _others(tool, path, _FLAT)
-        yield from _of_schema(tool, path)
+        yield from _of_schema(tool, path, overlaps)
 
 
-def _of_schema(function: Mapping[str, Any], path: str) -> Iterator[str]:
+def _of_schema(function: Mapping[str, Any], path: str, overlaps: Overlaps) -> Iterator[str]:
     """Yield the keywords of a tool's schema that calls need not follow: those of a strict one are errors."""
     if isinstance(function.get("parameters"), dict) and not function.get("strict"):
-        yield from not_followed(function["parameters"], f"{path}.parameters")
+        yield from not_followed(function["parameters"], f"{path}.parameters", overlaps)
 
 
 def _of_format(value: Any, path: str) -> Iterator[str]:

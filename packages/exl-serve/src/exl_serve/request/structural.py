@@ -67,7 +67,7 @@ def _rule(value: Any, param: str, at: int, trigger: str) -> tuple[list[str], int
         raise ServeError.invalid(f"{param}.schema must be an object, a JSON schema", f"{param}.schema")
     texts = [json.dumps(text, ensure_ascii=False) if text else "" for text in (begin.removeprefix(trigger), end)]
     rule = f"tag_{at}: {texts[0]} json_{at} {texts[1]}"
-    return [rule, f"json_{at}: {json_rule(schema, schema)}"], len(json.dumps(schema))
+    return [rule, f"json_{at}: {json_rule(schema, schema, strict=True)}"], len(json.dumps(schema))
 
 
 def _text(value: Any, param: str, *, empty: bool = False) -> str:

@@ -15,11 +15,14 @@ from exl_serve.stream.readers import value_kind
 __all__ = ["answer_rules", "call_grammar", "forced_grammar", "json_rule", "marker_rule", "text_until"]
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One space after colons and commas, as most models were trained: unbounded space may never end."""
 _SPACE = "/[ \\t\\r\\n]{0,4}/"
 _UNENFORCED = (
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "propertyNames",
-    "dependentRequired", "dependentSchemas", "dependencies",
+    "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
+_UNENFORCED_IN_TEXTS = ("format", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef")
+"""Keywords that are not enforced in a text without quotes."""
 
 
 def marker_rule(text: str, special: Mapping[str, int]) -> str:
@@ -27,13 +30,21 @@ def marker_rule(text: str, special: Mapping[str, int]) -> str:
     return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
 
-def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
-    """Return the rule of a JSON value by a schema, whose references begin at `root`."""
+def json_rule(schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
+    """Return the rule of a JSON value by a schema, whose references begin at `root`.
+
+    `strict`: a schema that cannot be enforced whole is an error of the engine.
+    """
     whole = dict(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
     whole |= {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"%json {json.dumps(whole | {'x-guidance': _SPACED})}"
+    return f"%json {json.dumps(whole | {'x-guidance': _options(strict)})}"
+
+
+def _options(strict: bool) -> dict[str, Any]:
+    """Return llguidance's options for a schema; with `lenient`, filters do not check that all of it is enforced."""
+    return _SPACED if strict else _SPACED | {"lenient": True}
 
 
 def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
@@ -148,8 +159,7 @@ def _json_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str,
             "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
             "required": [name, arguments],
             "additionalProperties": False,
-            # One space after colons and commas, as most models were trained: unbounded space may never end.
-            "x-guidance": _SPACED,
+            "x-guidance": _options(tool.strict),
         }
         # References in a tool's schema begin at its own root.
         schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -198,7 +208,7 @@ class _Rules:
             self._lines += [
                 f"call_{at}: {self._mark(inside.begin)} {word} {name} {ident}{self._mark(inside.separator)} "
                 f"json_{at} {after}{self._mark(inside.end)}",
-                f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}",
+                f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters, strict=tool.strict)}",
             ]
             return
         properties, required = _parameters(at, tool)
@@ -212,27 +222,46 @@ class _Rules:
                 f"{' '.join(parts)} {end}"
             )
             for i, key in enumerate(names):
-                self._tagged(f"{at}_{i}", key, properties[key], inside, tool.parameters)
+                self._tagged(f"{at}_{i}", key, properties[key], inside, tool)
             return
         for i, key in enumerate(names):
             self._lines.append(f"par_{at}_{i}: {json.dumps(key + '=')} value_{at}_{i}")
-            self._lines.append(f"value_{at}_{i}: {json_rule(properties[key], tool.parameters)}")
+            self._lines.append(f"value_{at}_{i}: {json_rule(properties[key], tool.parameters, strict=tool.strict)}")
         pairs = _comma_separated([f"par_{at}_{i}" for i in range(len(names))], len(required))
         self._lines.append(f'call_{at}: {name} "(" {pairs} ")"')
 
-    def _tagged(self, at: str, key: str, schema: Any, tags: Tags, root: Mapping[str, Any]) -> None:
+    def _tagged(self, at: str, key: str, schema: Any, tags: Tags, tool: ToolSpec) -> None:
         newline = '"\\n"' if tags.lines else ""
         after = newline or '"\\n"?'
         between = f"{after if tags.value_begin else ''} {self._mark(tags.value_begin)} {newline}"
         end = f"{newline} {self._mark(tags.value_end)}"
         if value_kind(schema) == "json":
-            self._lines.append(f"value_{at}: {json_rule(schema, root)} {end}")
+            self._lines.append(f"value_{at}: {json_rule(schema, tool.parameters, strict=tool.strict)} {end}")
         else:
+            if tool.strict:
+                _check_text(schema, f"{tool.param}.properties.{key}")
             literal = None if tags.value_end in self._special else ("\n" if tags.lines else "") + tags.value_end
             self._lines += _plain_text(at, schema, end, literal)
         self._lines.append(
             f"par_{at}: {self._mark(tags.key_begin)} {json.dumps(key, ensure_ascii=False)} {self._mark(tags.key_end)} "
             f"{between} value_{at} {after}"
+        )
+
+
+def _check_text(schema: Mapping[str, Any], path: str) -> None:
+    """Raise ServeError 400 for a keyword that is not enforced in a text without quotes."""
+    unenforced = list(_UNENFORCED_IN_TEXTS)
+    if "enum" in schema or "const" in schema:
+        unenforced += ["minLength", "maxLength", "pattern"]
+    if "enum" in schema:
+        unenforced.append("const")
+    found = next((keyword for keyword in unenforced if keyword in schema), None)
+    if found is not None:
+        raise ServeError.invalid(
+            f"{path}.{found}: calls of this model have this parameter as a text without quotes, where {found} is not "
+            "enforced: leave it out, or strict",
+            "tools",
+            "invalid_tool_schema",
         )
 
 
@@ -248,8 +277,9 @@ def _plain_text(at: str, schema: Mapping[str, Any], end: str, literal: str | Non
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         head = "" if pattern.startswith("^") else "(?s:.)*"
-        tail = "" if pattern.endswith("$") else "(?s:.)*"
-        core = pattern.removeprefix("^").removesuffix("$").replace("/", "\\/")
+        ends = re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None  # not with \$
+        tail = "" if ends else "(?s:.)*"
+        core = (pattern[:-1] if ends else pattern).removeprefix("^").replace("/", "\\/")
         parts.append(f"/{head}({core}){tail}{closing}/")
     if literal is None:
         return [f"value_{at}: TEXT_{at} {end}", f"TEXT_{at}: {' & '.join(parts)}"]

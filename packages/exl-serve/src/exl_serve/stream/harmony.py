@@ -69,7 +69,8 @@ def _calls(tools: Sequence[ToolSpec], special: Mapping[str, int]) -> list[str]:
     """Return the rules call_0, call_1, ... of each tool's name, the rest of the header, and the arguments."""
     lines = [f"call_{i}: {json.dumps(tool.name)} tail json_{i}" for i, tool in enumerate(tools)]
     lines += [
-        f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}" for i, tool in enumerate(tools)
+        f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters, strict=tool.strict)}"
+        for i, tool in enumerate(tools)
     ]
     tail = f'" "? ({marker_rule("<|constrain|>", special)} "json")? {marker_rule("<|message|>", special)}'
     return [f"tail: {tail}", *lines]

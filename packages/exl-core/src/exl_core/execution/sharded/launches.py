@@ -26,7 +26,7 @@ from ...device import activation_dtype
 from ...layers import Embedding, Head, Linear, Norm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
-from ..half import NO_PROLOGUE, Features, HalfInput, JoinedHalf, NextPrologue, OutputTokens, PendingMatmul, last_rows
+from ..half import NO_PROLOGUE, Features, HalfInput, JoinedHalf, NextPrologue, OutputTokens, PendingMatmul
 from ..half_matmuls import joins_rows
 from ..many_rows import ManyRows, takes_many_rows
 from ..mlp_half import MlpHalf
@@ -189,7 +189,9 @@ def run_shares(
         if not made:
             return None
         if narrows == "last":
-            made, own, x = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own, x))
+            made, own, x = (
+                [step.last_rows(t) for t, step in zip(parts, steps, strict=False)] for parts in (made, own, x)
+            )
             ops = [ROUNDED] * len(ops)
         features = gather(made, shape.inner if number % 2 else shape.heads, None)
         if halves[0].plan.adds_residual:
