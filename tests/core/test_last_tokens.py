@@ -85,3 +85,14 @@ def test_changed_code_sees_all_tokens(model: ExLlamaV2, monkeypatch: pytest.Monk
     monkeypatch.setattr(last, "forward", watched)
     assert_last(model)
     assert seen == [sum(LENGTHS)] * 2
+
+
+@pytest.mark.parametrize("at", [-2, -1])
+def test_states_are_those_of_all_tokens(model: ExLlamaV2, at: int) -> None:
+    """Also the input of the head, which has fewer rows without `extract_state_indices`."""
+    number = len(model.modules) + at
+    ids = torch.randint(0, SIZES["vocab_size"], (3, 20), generator=torch.Generator().manual_seed(1))
+    every = model.forward_chunk(ids, extract_state_indices=[number])
+    last = model.forward_chunk(ids, extract_state_indices=[number], last_id_only=True)
+    assert torch.equal(last["states"][number], every["states"][number])
+    assert torch.equal(last["logits"], every["logits"][:, -1:])
