@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
-from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, RequestError
 from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic.pages import PageTable
 from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
@@ -216,3 +216,18 @@ def test_memory_of_a_failed_pass_is_free_when_it_is_repeated(fails: str) -> None
     assert not any(alive)
     reasons = {results[one][-1]["eos_reason"] for one in jobs}
     assert reasons == ({"max_new_tokens", "error"} if fails == "prompts" else {"max_new_tokens"})
+
+
+def test_a_wrapped_pass_that_drops_last_id_only_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    forward = generator.model.forward_chunk
+
+    def wrapped(*args: Any, last_id_only: bool, **kw: Any) -> Any:
+        return forward(*args, **kw)
+
+    monkeypatch.setattr(generator.model, "forward_chunk", wrapped)
+    one = job("hello there", 3)
+    generator.enqueue(one)
+    error = drain(generator)[one][-1]["exception"]
+    assert isinstance(error, RequestError)
+    assert "8 rows of logits for last_id_only=True, must be 1, one a prompt" in str(error)
