@@ -231,3 +231,31 @@ def test_a_wrapped_pass_that_drops_last_id_only_is_named(monkeypatch: pytest.Mon
     error = drain(generator)[one][-1]["exception"]
     assert isinstance(error, RequestError)
     assert "8 rows of logits for last_id_only=True, must be 1, one a prompt" in str(error)
+
+
+@pytest.mark.parametrize("how", ["ngram", "model"])
+def test_a_first_token_needs_no_step_with_drafts(how: str) -> None:
+    """Another job's drafts do not make it wait for a pass."""
+    generator = speculate(how)
+    calls = generator.model.calls  # type: ignore[attr-defined]
+    first, second = job("abcabcabcabc", 6), job("xyxyxyxyxyxy", 6)
+    generator.enqueue(first)
+    generator.iterate()
+    assert calls == [(1, 12, True)]
+    assert first.new_tokens == 1
+    calls.clear()
+    generator.enqueue(second)
+    generator.iterate()
+    assert second.new_tokens == 1
+    assert [(batch, is_prompt) for batch, _, is_prompt in calls] == [(1, True), (1, False)]
+    drain(generator)
+    prompts = [ids(text)[0].tolist() for text in ("abcabcabcabc", "xyxyxyxyxyxy")]
+    told = [one.sequence.ids[len(prompt) :].tolist() for one, prompt in zip((first, second), prompts, strict=True)]
+    assert told == [naive(generator, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("state", "tokens"), [(False, 8), (True, 7)])
+def test_only_prompts_whose_logits_are_enough_are_closed(state: bool, tokens: int) -> None:
+    generator = make()
+    said(generator, [job("hello there", return_hidden_state=state)])
+    assert passes(generator) == [tokens]
