@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
-from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, RequestError
 from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic.pages import PageTable
 from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
@@ -216,3 +216,46 @@ def test_memory_of_a_failed_pass_is_free_when_it_is_repeated(fails: str) -> None
     assert not any(alive)
     reasons = {results[one][-1]["eos_reason"] for one in jobs}
     assert reasons == ({"max_new_tokens", "error"} if fails == "prompts" else {"max_new_tokens"})
+
+
+def test_a_wrapped_pass_that_drops_last_id_only_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    forward = generator.model.forward_chunk
+
+    def wrapped(*args: Any, last_id_only: bool, **kw: Any) -> Any:
+        return forward(*args, **kw)
+
+    monkeypatch.setattr(generator.model, "forward_chunk", wrapped)
+    one = job("hello there", 3)
+    generator.enqueue(one)
+    error = drain(generator)[one][-1]["exception"]
+    assert isinstance(error, RequestError)
+    assert "8 rows of logits for last_id_only=True, must be 1, one a prompt" in str(error)
+
+
+@pytest.mark.parametrize("how", ["ngram", "model"])
+def test_a_first_token_needs_no_step_with_drafts(how: str) -> None:
+    """Another job's drafts do not make it wait for a pass."""
+    generator = speculate(how)
+    calls = generator.model.calls  # type: ignore[attr-defined]
+    first, second = job("abcabcabcabc", 6), job("xyxyxyxyxyxy", 6)
+    generator.enqueue(first)
+    generator.iterate()
+    assert calls == [(1, 12, True)]
+    assert first.new_tokens == 1
+    calls.clear()
+    generator.enqueue(second)
+    generator.iterate()
+    assert second.new_tokens == 1
+    assert [(batch, is_prompt) for batch, _, is_prompt in calls] == [(1, True), (1, False)]
+    drain(generator)
+    prompts = [ids(text)[0].tolist() for text in ("abcabcabcabc", "xyxyxyxyxyxy")]
+    told = [one.sequence.ids[len(prompt) :].tolist() for one, prompt in zip((first, second), prompts, strict=True)]
+    assert told == [naive(generator, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("state", "tokens"), [(False, 8), (True, 7)])
+def test_only_prompts_whose_logits_are_enough_are_closed(state: bool, tokens: int) -> None:
+    generator = make()
+    said(generator, [job("hello there", return_hidden_state=state)])
+    assert passes(generator) == [tokens]

@@ -237,7 +237,7 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
     )
     generator.drafter.length = FixedDraftLength(3)
     prelaunch(generator, True)
-    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5, 6] * 6]), 40, gen_settings=Settings.greedy())
+    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5, 6] * 6]), 41, gen_settings=Settings.greedy())
     generator.enqueue(job)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "launch", Device(model.events).launch)
@@ -282,7 +282,7 @@ def test_lost_devices_explain_nan_after_an_accepted_draft_token(monkeypatch: pyt
     check_pages(generator)
 
 
-@pytest.mark.parametrize(("most", "largest"), [(12, 12), (11, 9)])
+@pytest.mark.parametrize(("most", "largest"), [(12, 12), (11, 11)])
 def test_the_sampler_has_few_rows_for_draft_tokens(monkeypatch: pytest.MonkeyPatch, most: int, largest: int) -> None:
     """Its memory is planned for so many; beyond them, positions are drawn one after the other."""
     asks = [Ask((3, 4, 5, 6) * 3, 20, seed, "greedy", (), 0, -1) for seed in range(3)]
@@ -309,7 +309,7 @@ def test_jobs_with_and_without_guesses_share_a_pass() -> None:
     generator.drafter.length = FixedDraftLength(3)
     prelaunch(generator, True)
     prompts = [[3, 4, 5, 6] * 4, [9, 8, 7]]
-    jobs = [ExLlamaV2DynamicJob(torch.tensor([ids]), 40, gen_settings=Settings.greedy()) for ids in prompts]
+    jobs = [ExLlamaV2DynamicJob(torch.tensor([ids]), 41, gen_settings=Settings.greedy()) for ids in prompts]
     generator.enqueue(jobs)
     generator.iterate()
     while generator.num_remaining_jobs() == 2:

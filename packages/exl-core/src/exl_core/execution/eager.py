@@ -107,7 +107,7 @@ def run_modules(model: LanguageModel, asked: CheckedPass, first: Step) -> Forwar
     # A pass without logits ends before this module.
     state_at = model.head_layer_idx - (asked.return_last_state != "normed")
     x = asked.ids.reshape(-1).to(place.device(0))
-    narrows_at = state_at
+    narrows_at = max((state_at, *extract))  # states are those of all tokens
     if asked.last_id_only and not wants_state and _is_narrow_from(model, asked, model.last_kv_layer_idx + 1):
         narrows_at = model.last_kv_layer_idx + 1
     for index, module in enumerate(model.modules):

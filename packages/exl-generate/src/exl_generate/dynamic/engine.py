@@ -298,9 +298,11 @@ class Engine:
         if known is not None:
             drafts, length = known
             return [JobStep(job, drafts.get(job, []), length if job in drafts else 0) for job in ready]
-        drafts = self._propose(ready, prelaunched)
-        length = self._length(ready, drafts) if drafts else 0
-        return [JobStep(job, drafts.get(job, []), length) for job in ready]
+        passing = [job for job in ready if not self._prompts.has_closed(job)]  # a draft would cost the others a pass
+        drafts = self._propose(passing, prelaunched)
+        length = self._length(passing, drafts) if drafts else 0
+        lengths = dict.fromkeys(passing, length)
+        return [JobStep(job, drafts.get(job, []), lengths.get(job, 0)) for job in ready]
 
     def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
         """Return the length that the windows of these jobs are filled up to; 0 to leave them as they are.

@@ -101,6 +101,10 @@ class Prompts:
                 window.logits = [row]
         return left
 
+    def has_closed(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Whether this step has closed all prompts of a job, so that its next token needs no pass."""
+        return bool(self.closed) and all(sequence in self.closed for sequence in job.sequences)
+
     def _most(self) -> int:
         """Return the most tokens of this step."""
         # A hook may see how a prompt is cut: that must not depend on a clock.
@@ -214,7 +218,7 @@ class _PrefillStep:
         chunks = [chunk for _, chunk in held]
         if not chunks:
             return
-        self._close(chunks)
+        self._close(held)
         self._drafter.prefill(chunks)
         for (job, chunk), error in zip(held, self._runner.compute(chunks), strict=True):
             if error is not None:
@@ -226,11 +230,13 @@ class _PrefillStep:
             self._owner.counters.prefilled_tokens += len(chunk)
             self._moved[job] = True
 
-    def _close(self, chunks: list[Chunk]) -> None:
-        """Let the pass over these chunks close prompts, as far as it has room for the last tokens."""
-        room = min(self._budget, self._runner.kind_of(chunks[0])[1]) - sum(map(len, chunks))
-        for chunk in chunks:
-            if room > 0 and self._runner.may_close(chunk):
+    def _close(self, held: list[tuple[ExLlamaV2DynamicJob, Chunk]]) -> None:
+        """Let the pass over these chunks close prompts whose first step needs no more than logits, as far as it has
+        room for the last tokens.
+        """
+        room = min(self._budget, self._runner.kind_of(held[0][1])[1]) - sum(len(chunk) for _, chunk in held)
+        for job, chunk in held:
+            if room > 0 and not job.request.return_hidden_state and self._runner.may_close(chunk):
                 chunk.closes = True
                 room -= 1
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from exl_core import PagedParams
 from exl_core.cache.writes import paged_copies
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
-from exl_generate.errors import NoCandidatesError
+from exl_generate.errors import NoCandidatesError, RequestError
 from exl_generate.interrupts import interruptible
 from exl_kernels.errors import ExlError
 
@@ -187,6 +187,11 @@ class Runner:
             scores.add(starts[0], found["logits"][0].float(), self.vocab_size)
         elif output == "last":
             logits = found["logits"].float().clone()  # the model runs again before they are read
+            if logits.shape[1] != len(chunks):
+                raise RequestError(
+                    f"model.forward_chunk returned {logits.shape[1]} rows of logits for last_id_only=True, must be "
+                    f"{len(chunks)}, one a prompt: a function in its place must pass last_id_only on"
+                )
             for chunk, row in zip(chunks, rows_of(logits), strict=True):
                 chunk.logits = row if chunk.closes else None
 
