@@ -1,4 +1,4 @@
-"""Experts of prompts, dequantized some at a time: near float64 and one expert after the other; needs a GPU."""
+"""Experts of prompts, dequantized or sorted: near float64 and one expert after the other; needs a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import Expert, chosen_of, experts_of, one_by_one, rows_of
+from expert_cases import Expert, chosen_of, experts_of, float_experts_of, one_by_one, rows_of
 from test_cuda_linear import rms
 from torch import Tensor
 
@@ -85,3 +85,34 @@ def test_all_rows_of_a_prompt_may_choose_one_expert(only: int) -> None:
     assert together.plan(rows, 1, False).dequantizes
     want = by_dequantized(h, weights, ids, experts, residual=x)
     assert rms(together(h, weights, ids, residual=x, out=x), want) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_prompts_of_large_float_experts_are_sorted_by_expert(dtype: torch.dtype, biased: bool) -> None:
+    hidden, width, rows = 4096, 6144, 450
+    experts = float_experts_of(dtype, 4, hidden, width, biased=biased, scale=0.01)
+    together = GroupedExperts(experts, "silu")
+    h, (weights, ids) = rows_of(rows, hidden), chosen_of(rows, 4, 2)
+    ids[:, 1] = torch.where(ids[:, 0] == 1, 3, 1)  # expert 1 has most rows, expert 2 has none
+    ids[ids == 2] = 0
+    shared, x = rows_of(rows, hidden, 3), rows_of(rows, hidden, 4)
+    plan = together.plan(rows, 2, False)
+    assert (plan.kernel, plan.sorts, plan.dequantizes) == ("experts_sorted", True, False)
+    cases: list[dict[str, Any]] = [{}, {"shared": shared, "residual": x}]
+    for more in cases:
+        expected = one_by_one(h, weights, ids, experts, "silu", **more)
+        assert rms(together(h, weights, ids, **more), expected.double().cpu()) < 2e-3, list(more)
+        assert torch.equal(together(h, weights, ids, invariant=True, **more), expected), list(more)
+
+
+@pytest.mark.parametrize("rows", [4096, 4097, 9001])
+def test_float_experts_of_a_prompt_share_launches(rows: int) -> None:
+    """Up to 16,384 pairs at a time: the prompt is one call, just not one, and several."""
+    experts = float_experts_of(torch.bfloat16, 33, 72, 40)
+    together = GroupedExperts(experts, "silu")
+    h, (weights, ids), x = rows_of(rows, 72), chosen_of(rows, 33, 4), rows_of(rows, 72, 4)
+    plan = together.plan(rows, 4, False)
+    assert (plan.rows, plan.sorts, plan.shares) == (min(rows, 4096), False, True)
+    expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
+    assert torch.equal(together(h, weights, ids, residual=x), expected)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import chosen_of, experts_of, one_by_one, rows_of
+from expert_cases import chosen_of, experts_of, float_experts_of, one_by_one, rows_of
 from test_cuda_linear import rms
 
 from exl_kernels.cuda_ops import rms_norm
@@ -122,16 +122,17 @@ def test_a_row_s_result_does_not_depend_on_the_others(kind: str) -> None:
         assert torch.equal(found, whole[some])
 
 
-def test_a_captured_call_reads_what_is_chosen_when_it_runs() -> None:
-    experts = experts_of("exl2-128", 12, 512, 192)
+@pytest.mark.parametrize(("floats", "rows"), [(False, 20), (True, 3), (True, 20), (True, 100)])
+def test_a_captured_call_reads_what_is_chosen_when_it_runs(floats: bool, rows: int) -> None:
+    experts = float_experts_of(torch.bfloat16, 12, 512, 192) if floats else experts_of("exl2-128", 12, 512, 192)
     together = GroupedExperts(experts, "silu")
-    router = ExpertRouter(float_matrix(512, 12), 4, normalize=True)
-    h = rows_of(20, 512)
+    router = ExpertRouter(float_matrix(512, 12, torch.bfloat16 if floats else torch.float16), 4, normalize=True)
+    h = rows_of(rows, 512)
     out = torch.empty_like(h)
 
     def body() -> None:
         weights, ids = router(h)
-        together(h, weights, ids, out=out)
+        together(h, weights, ids, out=out, invariant=True)
 
     body()
     torch.cuda.synchronize()
@@ -139,7 +140,7 @@ def test_a_captured_call_reads_what_is_chosen_when_it_runs() -> None:
     with torch.cuda.graph(graph):
         body()
     for seed in range(4):
-        h.copy_(rows_of(20, 512, seed))
+        h.copy_(rows_of(rows, 512, seed))
         graph.replay()
         weights, ids = router(h)
         assert torch.equal(out, one_by_one(h, weights, ids, experts, "silu"))

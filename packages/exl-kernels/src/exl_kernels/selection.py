@@ -409,7 +409,8 @@ class Card:
             invariant: as for the method `experts`.
 
         Returns:
-            As the method `experts`; for prompts experts_sorted, one matmul after the other of rows sorted by expert.
+            As the method `experts`; for prompts of large experts experts_sorted, one matmul after the other of rows
+            sorted by expert.
         """
         sizes = {"experts": experts, "hidden": hidden, "width": width}
         return _of_experts(_native.cuda_select_float_experts(self._native, rows, chosen, **sizes, invariant=invariant))

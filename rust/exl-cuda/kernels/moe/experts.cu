@@ -369,11 +369,11 @@ ROUTE(__nv_bfloat16, bf16)
 
 // ---------------------------------------------------------------------------------------------------- pairs by expert
 // Inclusive sum over a block of 256 threads.
-DEVICE int block_scan(int v, int* warps) {
+DEVICE uint64_t block_scan(uint64_t v, uint64_t* warps) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) {
-    const int below = __shfl_up_sync(~0u, v, o);
+    const uint64_t below = __shfl_up_sync(~0u, v, o);
     if (lane >= o) v += below;
   }
   if (lane == 31) warps[warp] = v;
@@ -382,43 +382,65 @@ DEVICE int block_scan(int v, int* warps) {
   return v;
 }
 
-// Three counts in a word: pairs, narrow items (at most as many) and others, which have more than eight pairs each.
-constexpr int NARROW_SHIFT = 11, WIDE_SHIFT = 22, PAIRS_MASK = (1 << NARROW_SHIFT) - 1;
-static_assert(PAIRS_MOST <= PAIRS_MASK && PAIRS_MOST / 9 < 1 << 9);
+// Three counts in a word: pairs, narrow items and other items, each at most as many as the pairs.
+constexpr int NARROW_SHIFT = 21, WIDE_SHIFT = 42, COUNT_MASK = (1 << NARROW_SHIFT) - 1;
+static_assert(PAIRS_UNPACKED_MOST <= COUNT_MASK);
+DEVICE uint64_t three_counts(int pairs, int narrow, int wide) {
+  return (uint64_t)pairs | (uint64_t)narrow << NARROW_SHIFT | (uint64_t)wide << WIDE_SHIFT;
+}
+
+// One warp: appends at most PAIRS_MOST pairs from `first` on, whose experts are `ids`, to those of their experts, in ascending order. 32 at
+// a time.
+DEVICE void order_pairs(const ExpertCall& call, const short* ids, int* places, int first) {
+  const int tid = threadIdx.x, count = min(call.pairs - first, PAIRS_MOST);
+  for (int begin = 0; begin < count; begin += 32) {
+    const int p = begin + tid, id = p < count ? ids[p] : -1;
+    const unsigned same = __match_any_sync(~0u, id), before = same & ((1u << tid) - 1);
+    const int place = id < 0 ? 0 : places[id];
+    __syncwarp();
+    if (id >= 0) {
+      call.order[place + __popc(before)] = first + p;
+      if (before == 0) places[id] = place + __popc(same);
+    }
+    __syncwarp();
+  }
+}
 
 // One block: the tables of `ExpertCall`. Counts are integer sums, so the order of their atomic additions does not matter.
 DEVICE void sort_pairs(const ExpertCall& call) {
   constexpr int EACH = EXPERTS_MOST / 256;
   __shared__ __align__(16) short ids[PAIRS_MOST];
   __shared__ int places[EXPERTS_MOST];  // pairs of each expert, then where its next pair goes
-  __shared__ int warps[8];
+  __shared__ uint64_t warps[8];
   const int tid = threadIdx.x, pairs = call.pairs;
+  const auto id_of = [&](int pair) {
+    const int64_t id = call.ids[pair];
+    return id >= 0 && id < call.count ? (short)id : (short)-1;
+  };
   for (int i = tid; i < EXPERTS_MOST; i += 256) places[i] = 0;
   __syncthreads();
   for (int p = tid; p < pairs; p += 256) {
-    const int64_t id = call.ids[p];
-    const bool known = id >= 0 && id < call.count;
-    ids[p] = known ? (short)id : (short)-1;
-    if (known) atomicAdd(&places[id], 1);
+    const short id = id_of(p);
+    if (p < PAIRS_MOST) ids[p] = id;
+    if (id >= 0) atomicAdd(&places[id], 1);
   }
   __syncthreads();
-  // Counts of pairs, of narrow items and of others, in one word.
-  int counts[EACH], sum = 0;
+  int counts[EACH];
+  uint64_t sum = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     counts[i] = places[tid * EACH + i];
     const int rest = counts[i] % call.at_once;
     const bool narrow = call.narrow == call.at_once;
     const int whole = counts[i] / call.at_once;
-    sum += counts[i] + ((rest > 0 && rest <= call.narrow) + (narrow ? whole : 0) << NARROW_SHIFT) +
-           ((rest > call.narrow) + (narrow ? 0 : whole) << WIDE_SHIFT);
+    sum += three_counts(counts[i], (rest > 0 && rest <= call.narrow) + (narrow ? whole : 0), (rest > call.narrow) + (narrow ? 0 : whole));
   }
-  const int before = block_scan(sum, warps) - sum;
-  int all = 0;
+  const uint64_t before = block_scan(sum, warps) - sum;
+  uint64_t all = 0;
 #pragma unroll
   for (int w = 0; w < 8; w++) all += warps[w];
-  int at = before & PAIRS_MASK, wide = before >> WIDE_SHIFT;
-  int narrow = (all >> WIDE_SHIFT) + (before >> NARROW_SHIFT & PAIRS_MASK);
+  int at = before & COUNT_MASK, wide = before >> WIDE_SHIFT;
+  int narrow = (all >> WIDE_SHIFT) + (before >> NARROW_SHIFT & COUNT_MASK);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     places[tid * EACH + i] = at;
@@ -429,21 +451,16 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   }
   if (tid == 0) {
     call.item_counts[0] = all >> WIDE_SHIFT;
-    call.item_counts[1] = all >> NARROW_SHIFT & PAIRS_MASK;
+    call.item_counts[1] = all >> NARROW_SHIFT & COUNT_MASK;
   }
   __syncthreads();
-  if (tid >= 32) return;
-  // The pairs of each expert in ascending order, 32 at a time.
-  for (int first = 0; first < pairs; first += 32) {
-    const int p = first + tid, id = p < pairs ? ids[p] : -1;
-    const unsigned same = __match_any_sync(~0u, id), before = same & ((1u << tid) - 1);
-    const int place = id < 0 ? 0 : places[id];
-    __syncwarp();
-    if (id >= 0) {
-      call.order[place + __popc(before)] = p;
-      if (before == 0) places[id] = place + __popc(same);
+  for (int first = 0; first < pairs; first += PAIRS_MOST) {
+    if (first > 0) {
+      __syncthreads();
+      for (int p = first + tid; p < min(pairs, first + PAIRS_MOST); p += 256) ids[p - first] = id_of(p);
+      __syncthreads();
     }
-    __syncwarp();
+    if (tid < 32) order_pairs(call, ids, places, first);
   }
 }
 

@@ -57,5 +57,6 @@ DEVICE size_t column_of(const ExpertCall& call, int64_t expert, int first) { ret
 // read 16 bytes each of two columns read one line of the cache; with columns apart they would read two, which was the bound.
 DEVICE int packed_at(int at_once, int column, int k) { return (k / 32 * at_once + column) * 32 + k % 32; }
 
-// The most experts and the most pairs that one block can sort.
-constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024;
+// The most experts, and the most pairs of a call, that one block can sort. Calls of more than PAIRS_MOST pairs pack no inputs: each block
+// that packs one reads all pairs.
+constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024, PAIRS_UNPACKED_MOST = 16384;

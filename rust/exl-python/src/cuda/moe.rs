@@ -122,8 +122,9 @@ impl CudaExperts {
             chosen,
             experts,
             hidden,
+            width,
         };
-        moe::most_scratch_bytes(call, width)
+        moe::most_scratch_bytes(call)
     }
 
     /// The plan of a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.

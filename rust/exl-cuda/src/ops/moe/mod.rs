@@ -24,16 +24,17 @@ use crate::parameters::kernels;
 use float::Float;
 use plan::Form;
 use quantized::Quantized;
-use scratch::{ITEM_BYTES, Scratch};
+use scratch::{ITEM_BYTES, Scratch, rows_at_once};
 use select::Kernel;
 
-pub use scratch::{most_scratch_bytes, rows_at_once};
+pub use scratch::most_scratch_bytes;
 
-/// Most experts of a layer, and most pairs of a call, that one block can sort.
+/// Most experts of a layer, and most pairs of a call, that one block can sort: of quantized experts, whose inputs are packed, and of float experts.
 pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
+pub const MOST_FLOAT_PAIRS: usize = 16_384;
 
-assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
+assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS, PAIRS_UNPACKED_MOST == MOST_FLOAT_PAIRS });
 
 /// Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
 pub fn refusal(activation: &str, chosen: usize) -> Option<String> {
@@ -182,18 +183,12 @@ impl Experts {
 
     /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
     pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
-        let prompts = match &self.matrices {
-            Matrices::Quantized(quantized) => quantized.plain.then_some(Kernel::Dequantized),
-            Matrices::Float(_) => Some(Kernel::Sorted),
-        };
-        let prompts = prompts.filter(|_| !is_invariant(rows, invariant));
-        let form = self.form(rows, chosen);
-        select::select(self.shape(rows, chosen), self.weights(), form, prompts)
-    }
-
-    /// Weights of an expert.
-    const fn weights(&self) -> usize {
-        3 * self.hidden * self.width
+        let (call, form) = (self.shape(rows, chosen), self.form(rows, chosen));
+        let mixes = !is_invariant(rows, invariant);
+        match &self.matrices {
+            Matrices::Quantized(quantized) => select::select(call, form, mixes && quantized.plain),
+            Matrices::Float(_) => select::select_float(call, form, mixes),
+        }
     }
 
     fn shape(&self, rows: usize, chosen: usize) -> select::Call {
@@ -202,7 +197,21 @@ impl Experts {
             chosen,
             experts: self.count(),
             hidden: self.hidden,
+            width: self.width,
         }
+    }
+
+    /// Most pairs of a call of shared launches.
+    const fn most_pairs(&self) -> usize {
+        match &self.matrices {
+            Matrices::Quantized(_) => MOST_PAIRS,
+            Matrices::Float(_) => MOST_FLOAT_PAIRS,
+        }
+    }
+
+    /// Rows of a call of shared launches of `rows` rows, which are several calls if they have more pairs.
+    pub const fn rows_at_once(&self, rows: usize, chosen: usize) -> usize {
+        rows_at_once(rows, chosen, self.most_pairs())
     }
 
     /// The kernels of the launches of [`run`], in their order; none where [`Experts::kernel`] is not one of shared launches.
@@ -261,9 +270,10 @@ impl Experts {
         Scratch::of(pairs, columns, x, inner, self.hidden)
     }
 
-    /// Bytes of scratch memory of a call, or of the launches of [`MOST_PAIRS`] pairs into which larger calls are split.
+    /// Bytes of scratch memory of a call, or of the calls into which larger ones are split.
     pub fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
-        self.scratch(rows_at_once(rows, chosen), chosen).bytes()
+        self.scratch(self.rows_at_once(rows, chosen), chosen)
+            .bytes()
     }
 
     /// The operands of a call whose launches multiply as `form`.
@@ -387,10 +397,11 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     if pairs == 0 {
         return Ok(());
     }
-    if pairs > MOST_PAIRS {
+    let most = experts.most_pairs();
+    if pairs > most {
         return Err(CudaError::Argument {
             what: format!("{} rows with {} experts each", op.rows, op.chosen),
-            limit: format!("at most {MOST_PAIRS} of both together"),
+            limit: format!("at most {most} of both together"),
         });
     }
     let device = Device::get(to.device)?;
@@ -543,9 +554,17 @@ mod tests {
             let mut experts = made(count, hidden, 256);
             experts[0][1].features_host.reverse();
             let chosen = chosen.min(count);
-            let call = select::Call { rows, chosen, experts: count, hidden };
-            let most = most_scratch_bytes(call, 256);
-            let of_card = |card: crate::Card| Experts::new(&all(&experts), &card.with_own_code()).unwrap().scratch_bytes(rows, chosen);
+            let call = select::Call { rows, chosen, experts: count, hidden, width: 256 };
+            let most = most_scratch_bytes(call);
+            let [up, down] = [[hidden, 256], [256, hidden]].map(|[in_features, out_features]| FloatMatrix {
+                weight: 0, bias: 0, in_features, out_features, scale: 1.0, prescale: 1.0,
+            });
+            let floats = vec![[&up, &up, &down]; count];
+            let of_card = |card: crate::Card| {
+                let card = card.with_own_code();
+                let both = [Experts::new(&all(&experts), &card), Experts::of_float(&floats, &card)];
+                both.map(|made| made.unwrap().scratch_bytes(rows, chosen)).into_iter().max().unwrap()
+            };
             let found = CARDS.map(of_card).into_iter().max().unwrap();
             prop_assert!(found <= most && most <= 2 * found, "{} of {}", found, most);
         }

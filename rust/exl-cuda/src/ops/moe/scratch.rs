@@ -2,7 +2,7 @@
 
 use exl_format::exl2::WIDTHS;
 
-use super::{MOST_PAIRS, select};
+use super::{MOST_FLOAT_PAIRS, MOST_PAIRS, select};
 use crate::layout::{SLICE_ROWS, UNIT_ROWS};
 
 /// Bytes of `ExpertCall`'s items.
@@ -36,19 +36,30 @@ impl Scratch {
     }
 }
 
-/// Rows of a launch: those of a call, or as many as have [`MOST_PAIRS`] pairs.
-pub fn rows_at_once(rows: usize, chosen: usize) -> usize {
-    rows.min(MOST_PAIRS / chosen.max(1))
+/// Rows of a launch: those of a call, or as many as have `most` pairs.
+pub(super) const fn rows_at_once(rows: usize, chosen: usize, most: usize) -> usize {
+    let chosen = if chosen == 0 { 1 } else { chosen };
+    if rows < most / chosen {
+        rows
+    } else {
+        most / chosen
+    }
 }
 
-/// Most bytes of scratch memory of a call on any card, for experts whose gate and up, of `width` features, have orders of their own. Matrices have at most
-/// [`MOST_PADDING`] padding rows.
-pub fn most_scratch_bytes(call: select::Call, width: usize) -> usize {
-    let rows = rows_at_once(call.rows, call.chosen);
-    let call = select::Call { rows, ..call };
-    let (hidden, pairs) = (call.hidden, rows * call.chosen);
-    let columns = pairs + (select::most_rows(call) - 1) * call.experts;
-    let [x, inner] =
-        [hidden, width].map(|features| (features + MOST_PADDING).next_multiple_of(UNIT_ROWS));
-    Scratch::of(pairs, columns, 2 * x, inner, hidden).bytes()
+/// Most bytes of scratch memory of a call on any card: of float experts, and of quantized ones whose gate and up have orders of their own. Matrices have
+/// at most [`MOST_PADDING`] padding rows.
+pub fn most_scratch_bytes(call: select::Call) -> usize {
+    let at_once = |most| select::Call {
+        rows: rows_at_once(call.rows, call.chosen, most),
+        ..call
+    };
+    let packed = at_once(MOST_PAIRS);
+    let pairs = packed.rows * call.chosen;
+    let columns = pairs + (select::most_rows(packed) - 1) * call.experts;
+    let [x, inner] = [call.hidden, call.width]
+        .map(|features| (features + MOST_PADDING).next_multiple_of(UNIT_ROWS));
+    let quantized = Scratch::of(pairs, columns, 2 * x, inner, call.hidden).bytes();
+    let pairs = at_once(MOST_FLOAT_PAIRS).rows * call.chosen;
+    let float = Scratch::of(pairs, pairs, 0, call.width.next_multiple_of(8), call.hidden).bytes();
+    quantized.max(float)
 }

@@ -6,6 +6,8 @@
 pub mod route;
 
 use super::plan::Form;
+use super::scratch::rows_at_once;
+use super::{MOST_FLOAT_PAIRS, MOST_PAIRS};
 use crate::rows::FEW_ROWS;
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
@@ -14,9 +16,12 @@ const SHARED_ROWS: usize = 64;
 /// Rows of an expert times its weights up to which shared launches are faster, too.
 const SHARED_WORK: usize = 3_000_000_000;
 
-/// Average rows an expert from which cuBLAS with all experts dequantized that rows chose is faster than shared launches, by measurement. Float
-/// experts, which need no dequantizing, were not measured.
+/// Average rows an expert from which cuBLAS with all experts dequantized that rows chose is faster than shared launches, by measurement.
 const DEQUANTIZED_ROWS: usize = 64;
+
+/// Rows of a float expert times its weights from which, beyond [`DEQUANTIZED_ROWS`], cuBLAS is faster than shared launches, by measurement on an
+/// H200: a matmul of less is bound by the host, which launches three for each expert.
+const SORTED_WORK: usize = 10_000_000_000;
 
 /// Rows of a dequantized expert that cost cuBLAS no more than fewer.
 pub(super) const FREE_ROWS: usize = 64;
@@ -72,8 +77,12 @@ const ROWS_BY_16: usize = 16;
 /// The second where two tiles share a load of rows.
 const ROWS_BY_PAIRS_OF_16: usize = 32;
 
-/// Average rows of a float expert up to which items have room for 32 rows.
-const FLOAT_ROWS_BY_32: usize = 32;
+/// Average rows of a float expert up to which items have room for 8, 16 and 32 rows, by measurement on an H200. Of experts of at most
+/// FLOAT_SMALL weights items of 32 rows are the fastest from one row on.
+const FLOAT_ROWS_BY_8: usize = 5;
+const FLOAT_ROWS_BY_16: usize = 8;
+const FLOAT_ROWS_BY_32: usize = 28;
+const FLOAT_SMALL: usize = 16_000_000;
 
 /// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement on an H200: less than that is read
 /// quickly.
@@ -87,11 +96,20 @@ pub struct Call {
     pub chosen: usize,
     pub experts: usize,
     pub hidden: usize,
+    /// Features between gate, up and down.
+    pub width: usize,
 }
 
-/// How shared launches multiply, one of the `forms` of the card. More than [`super::MOST_PAIRS`] pairs are several calls.
+impl Call {
+    /// Weights of an expert.
+    const fn weights(self) -> usize {
+        3 * self.hidden * self.width
+    }
+}
+
+/// How shared launches multiply, one of the `forms` of the card. More than [`MOST_PAIRS`] pairs are several calls.
 pub(super) fn form(call: Call, forms: &[Form]) -> Form {
-    let pairs = super::scratch::rows_at_once(call.rows, call.chosen) * call.chosen;
+    let pairs = rows_at_once(call.rows, call.chosen, MOST_PAIRS) * call.chosen;
     let at_most = |average: usize| pairs <= average * call.experts;
     let paired = call.hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * call.experts;
     let found = if call.rows <= FEW_ROWS || at_most(ROWS_BY_8) {
@@ -125,10 +143,17 @@ pub(super) fn most_rows(call: Call) -> usize {
 
 /// As [`form`], for float experts.
 pub(super) fn float_form(call: Call, forms: &[Form]) -> Form {
-    let pairs = super::scratch::rows_at_once(call.rows, call.chosen) * call.chosen;
+    let pairs = rows_at_once(call.rows, call.chosen, MOST_FLOAT_PAIRS) * call.chosen;
     let at_most = |average: usize| pairs <= average * call.experts;
-    let found = if call.rows <= FEW_ROWS || at_most(ROWS_BY_8) {
+    let (by_8, by_16) = if call.weights() <= FLOAT_SMALL {
+        (pairs < call.experts, false)
+    } else {
+        (at_most(FLOAT_ROWS_BY_8), at_most(FLOAT_ROWS_BY_16))
+    };
+    let found = if call.rows <= FEW_ROWS || by_8 {
         Form::By8
+    } else if by_16 {
+        Form::By16
     } else if at_most(FLOAT_ROWS_BY_32) {
         Form::By32
     } else {
@@ -142,14 +167,24 @@ pub(super) fn float_form(call: Call, forms: &[Form]) -> Form {
     }
 }
 
-/// The way to run a call by experts of `weights` weights each, which multiply as `form` in shared launches. `prompts`: the way of prompts
-/// whose rows may depend on one another; None where these rows may not.
-pub fn select(call: Call, weights: usize, form: Form, prompts: Option<Kernel>) -> Kernel {
+/// The way to run a call by quantized experts, which multiply as `form` in shared launches. `dequantizes`: whether rows may depend on one another, and
+/// dequantized matrices are all that the experts need.
+pub fn select(call: Call, form: Form, dequantizes: bool) -> Kernel {
     let pairs = call.rows * call.chosen;
-    if let Some(kernel) = prompts.filter(|_| pairs > call.experts * DEQUANTIZED_ROWS) {
-        kernel
-    } else if pairs > call.experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
+    if dequantizes && pairs > call.experts * DEQUANTIZED_ROWS {
+        Kernel::Dequantized
+    } else if pairs > call.experts * SHARED_ROWS.max(SHARED_WORK / call.weights().max(1)) {
         Kernel::Apart
+    } else {
+        Kernel::Shared(form)
+    }
+}
+
+/// As [`select`], for float experts; `mixes`: rows may depend on one another.
+pub fn select_float(call: Call, form: Form, mixes: bool) -> Kernel {
+    let rows = DEQUANTIZED_ROWS.max(SORTED_WORK / call.weights().max(1));
+    if mixes && call.rows * call.chosen > call.experts * rows {
+        Kernel::Sorted
     } else {
         Kernel::Shared(form)
     }
@@ -248,15 +283,20 @@ mod tests {
             let mixtral = experts(&card, MIXTRAL);
             let of = |rows| mixtral.kernel(rows, 2, false);
             assert_eq!([1, 8, 20].map(of), [By8; 3].map(Kernel::Shared));
-            assert_eq!([21, 128].map(of), [by_32; 2].map(Kernel::Shared));
-            assert_eq!([129, 256].map(of), [by_64; 2].map(Kernel::Shared));
+            assert_eq!([21, 32].map(of), [By16; 2].map(Kernel::Shared));
+            assert_eq!([33, 112].map(of), [by_32; 2].map(Kernel::Shared));
+            assert_eq!([113, 256].map(of), [by_64; 2].map(Kernel::Shared));
             assert_eq!(of(257), Kernel::Sorted);
-            assert_eq!(mixtral.kernel(257, 2, true), Kernel::Apart);
+            assert_eq!(mixtral.kernel(257, 2, true), Kernel::Shared(by_64));
+            // Small experts, whose matmuls are sorted only where each has much work.
             let qwen = experts(&card, QWEN3_30B_A3B);
             let of = |rows| qwen.kernel(rows, 8, false);
-            let shared = [By8, By8, by_32, by_32].map(Kernel::Shared);
-            assert_eq!([1, 80, 81, 1024].map(of), shared);
-            assert_eq!(of(1025), Kernel::Sorted);
+            let few = [By8, By8, by_32, by_32].map(Kernel::Shared);
+            assert_eq!([1, 15, 16, 448].map(of), few);
+            assert_eq!([449, 33_904].map(of), [by_64; 2].map(Kernel::Shared));
+            assert_eq!(of(33_905), Kernel::Sorted);
+            assert_eq!(qwen.rows_at_once(33_904, 8), 2048);
+            assert_eq!(qwen.kernel(33_905, 8, true), Kernel::Shared(by_64));
         }
     }
 
