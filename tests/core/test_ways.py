@@ -33,7 +33,7 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.moe import cuda
 from exl_kernels.selection import Card
 
-MOST_CHOSEN = _native.CudaExperts.most_pairs
+MOST_CHOSEN = _native.CudaExperts.most_chosen
 PAGE = 16
 ROWS = (1, 8, 64, 65, 128, 256, 257)
 PROMPTS = (17, 300)

@@ -20,7 +20,8 @@ from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, most_scratch_byte
 from exl_kernels.reference import experts as reference
 
 pytestmark = pytest.mark.cuda
-MOST_PAIRS = 1024  # rows of a launch times the experts of each
+MOST_CHOSEN = 1024
+AT_A_TIME, MOST_PAIRS = 1024, 16384  # rows times the experts of each: that are sorted at a time, and of a launch
 
 KINDS = ["exl2-128", "exl2-32", "exl2-128-own", "exl2-32-own", "gptq-128", "gptq-32", "gptq-32-act"]
 
@@ -79,10 +80,13 @@ def test_rows_with_shared_experts_and_residuals(rows: int) -> None:
         assert torch.equal(together(h, weights, ids, **more), expected), list(more)
 
 
-@pytest.mark.parametrize(("rows", "chosen"), [(MOST_PAIRS // 4, 4), (MOST_PAIRS // 4 + 1, 4), (1000, 3)])
-def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "chosen"), [*((most // 4 + more, 4) for most in (AT_A_TIME, MOST_PAIRS) for more in (0, 1)), (1000, 3)]
+)
+@pytest.mark.parametrize("kind", ["exl2-128", "exl2-32-own"])
+def test_many_rows_share_launches(kind: str, rows: int, chosen: int) -> None:
     """Each expert is multiplied on its packed weights at most 64 rows at a time, to compare with."""
-    experts = experts_of("exl2-128", 40, 256, 192)
+    experts = experts_of(kind, 40, 256, 192)
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 40, chosen)
     shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows).cuda(), rows_of(rows, 256, 4)
@@ -96,7 +100,7 @@ def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
 def test_scratch_memory_is_what_load_plans_count(count: int, chosen: int) -> None:
     for kind in ("exl2-128", "exl2-128-own"):
         together = GroupedExperts(experts_of(kind, count, 256, 192), "silu")
-        for rows in (1, 8, 9, 33, 64, 128, 1024 // chosen):
+        for rows in (1, 8, 9, 33, 64, 128, AT_A_TIME // chosen, 2000):
             most = most_scratch_bytes(rows=rows, chosen=chosen, experts=count, hidden=256, width=192)
             assert 0 < together.plan(rows, chosen, False).scratch_bytes <= most, rows
 
@@ -270,7 +274,7 @@ def test_equally_likely_experts_are_taken_in_order() -> None:
 def test_experts_that_cannot_share_launches() -> None:
     experts = experts_of("exl2-128", 3, 256, 192)
     assert why_apart(experts, "silu") is None
-    assert "1025 experts a row" in str(why_apart(experts, "silu", MOST_PAIRS + 1))
+    assert "1025 experts a row" in str(why_apart(experts, "silu", MOST_CHOSEN + 1))
     assert "activation gelu_erf" in str(why_apart(experts, "gelu_erf"))
     other = experts_of("gptq-32", 1, 256, 192)
     assert "expert 3 is stored in another format" in str(why_apart([*experts, *other], "silu"))
@@ -294,7 +298,7 @@ def test_operands_that_do_not_fit() -> None:
         together(h, weights[:, :1].contiguous(), ids)
     with pytest.raises(DTypeError, match=r"residual is torch\.float32"):
         together(h, weights, ids, residual=h.float())
-    with pytest.raises(ShapeError, match=f"0 experts a row: expected 1 to {MOST_PAIRS}"):
+    with pytest.raises(ShapeError, match=f"0 experts a row: expected 1 to {MOST_CHOSEN}"):
         together(h, weights[:, :0], ids[:, :0])
     with pytest.raises(ShapeError, match="4 experts of 3"):
         ExpertRouter(float_matrix(256, 3), 4, normalize=True)

@@ -403,6 +403,10 @@ class CudaExperts:
     The gated MLPs of a layer, all quantized or all of float matrices, some of which each row uses.
     """
 
+    most_chosen: Final[int]
+    """
+    Most experts of a row.
+    """
     most_pairs: Final[int]
     """
     Most rows of a call times the experts of each.

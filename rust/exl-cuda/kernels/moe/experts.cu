@@ -384,22 +384,27 @@ DEVICE uint64_t block_scan(uint64_t v, uint64_t* warps) {
 
 // Three counts in a word: pairs, narrow items and other items, each at most as many as the pairs.
 constexpr int NARROW_SHIFT = 21, WIDE_SHIFT = 42, COUNT_MASK = (1 << NARROW_SHIFT) - 1;
-static_assert(PAIRS_UNPACKED_MOST <= COUNT_MASK);
+static_assert(PAIRS_MOST <= COUNT_MASK);
 DEVICE uint64_t three_counts(int pairs, int narrow, int wide) {
   return (uint64_t)pairs | (uint64_t)narrow << NARROW_SHIFT | (uint64_t)wide << WIDE_SHIFT;
 }
 
-// One warp: appends at most PAIRS_MOST pairs from `first` on, whose experts are `ids`, to those of their experts, in ascending order. 32 at
-// a time.
-DEVICE void order_pairs(const ExpertCall& call, const short* ids, int* places, int first) {
-  const int tid = threadIdx.x, count = min(call.pairs - first, PAIRS_MOST);
+// One warp: appends at most PAIRS_AT_A_TIME pairs from `first` on, whose experts are `ids`, to those of their experts, in ascending order, 32
+// at a time. An expert's pairs begin at `begins` and end at `places` so far.
+DEVICE void order_pairs(const ExpertCall& call, const short* ids, const int* begins, int* places, int first) {
+  const int tid = threadIdx.x, count = min(call.pairs - first, PAIRS_AT_A_TIME);
   for (int begin = 0; begin < count; begin += 32) {
     const int p = begin + tid, id = p < count ? ids[p] : -1;
     const unsigned same = __match_any_sync(~0u, id), before = same & ((1u << tid) - 1);
     const int place = id < 0 ? 0 : places[id];
     __syncwarp();
     if (id >= 0) {
-      call.order[place + __popc(before)] = first + p;
+      const int at = place + __popc(before);
+      call.order[at] = first + p;
+      if (call.item_of_pair) {
+        const int in_item = at - begins[id] & call.at_once - 1;
+        call.item_of_pair[first + p] = make_int2(at - in_item, in_item);
+      }
       if (before == 0) places[id] = place + __popc(same);
     }
     __syncwarp();
@@ -409,8 +414,8 @@ DEVICE void order_pairs(const ExpertCall& call, const short* ids, int* places, i
 // One block: the tables of `ExpertCall`. Counts are integer sums, so the order of their atomic additions does not matter.
 DEVICE void sort_pairs(const ExpertCall& call) {
   constexpr int EACH = EXPERTS_MOST / 256;
-  __shared__ __align__(16) short ids[PAIRS_MOST];
-  __shared__ int places[EXPERTS_MOST];  // pairs of each expert, then where its next pair goes
+  __shared__ __align__(16) short ids[PAIRS_AT_A_TIME];
+  __shared__ int begins[EXPERTS_MOST], places[EXPERTS_MOST];  // places: pairs of each expert, then where its next pair goes
   __shared__ uint64_t warps[8];
   const int tid = threadIdx.x, pairs = call.pairs;
   const auto id_of = [&](int pair) {
@@ -421,7 +426,7 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   __syncthreads();
   for (int p = tid; p < pairs; p += 256) {
     const short id = id_of(p);
-    if (p < PAIRS_MOST) ids[p] = id;
+    if (p < PAIRS_AT_A_TIME) ids[p] = id;
     if (id >= 0) atomicAdd(&places[id], 1);
   }
   __syncthreads();
@@ -443,7 +448,7 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   int narrow = (all >> WIDE_SHIFT) + (before >> NARROW_SHIFT & COUNT_MASK);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    places[tid * EACH + i] = at;
+    begins[tid * EACH + i] = places[tid * EACH + i] = at;
     for (int some; counts[i] > 0; counts[i] -= some, at += some) {
       some = min(counts[i], call.at_once);
       call.items[some > call.narrow ? wide++ : narrow++] = make_int4(tid * EACH + i, at, some, 0);
@@ -454,13 +459,13 @@ DEVICE void sort_pairs(const ExpertCall& call) {
     call.item_counts[1] = all >> NARROW_SHIFT & COUNT_MASK;
   }
   __syncthreads();
-  for (int first = 0; first < pairs; first += PAIRS_MOST) {
+  for (int first = 0; first < pairs; first += PAIRS_AT_A_TIME) {
     if (first > 0) {
       __syncthreads();
-      for (int p = first + tid; p < min(pairs, first + PAIRS_MOST); p += 256) ids[p - first] = id_of(p);
+      for (int p = first + tid; p < min(pairs, first + PAIRS_AT_A_TIME); p += 256) ids[p - first] = id_of(p);
       __syncthreads();
     }
-    if (tid < 32) order_pairs(call, ids, places, first);
+    if (tid < 32) order_pairs(call, ids, begins, places, first);
   }
 }
 
@@ -468,6 +473,12 @@ DEVICE void sort_pairs(const ExpertCall& call) {
 struct ItemOfPair {
   int first, place;
   DEVICE ItemOfPair(const ExpertCall& call, int pair, int64_t id) {
+    if (call.item_of_pair) {
+      const int2 item = call.item_of_pair[pair];
+      first = item.x;
+      place = item.y;
+      return;
+    }
     int lower = 0, before = 0;
     for (int p = 0; p < call.pairs; p += 32) {
       const int own = p + threadIdx.x % 32;
@@ -483,12 +494,13 @@ struct ItemOfPair {
 // Pairs of features that a thread packs at once: the loads of all of them are under way together.
 constexpr int PACKED_TOGETHER = 8;
 
-// The first block sorts; each other block packs the input of one pair.
+// The first block sorts, unless the launch only packs; each other block packs the input of one pair.
 extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
   pdl_wait();
-  if (blockIdx.x == 0) return sort_pairs(call);
-  const int pair = (blockIdx.x - 1) % call.pairs, which = (blockIdx.x - 1) / call.pairs;
+  const int block = blockIdx.x + call.packs;
+  if (block == 0) return sort_pairs(call);
+  const int pair = (block - 1) % call.pairs, which = (block - 1) / call.pairs;
   const int64_t id = call.ids[pair];
   if (id < 0 || id >= call.count) return;
   const Expert& expert = call.experts[id];

@@ -34,21 +34,26 @@ struct ExpertCall {
   const float* shared_weights;  // [rows]; null: ones
   const __half* residual;  // [rows, hidden]; may be null
   __half* out;  // [rows, hidden]; may be `residual`
+  // [pairs]: where the item of a pair begins in `order`, and the pair's place in it; null: blocks that pack inputs count for themselves.
+  int2* item_of_pair;
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
   int tiles;  // row tiles of the matmul that is launched
   int at_once;  // 8, 16 or 32
   int narrow;  // at_once / 2, and 8 if that is 8
   int columns;
   int unit_bytes;  // room for a unit in shared memory
+  int packs;  // 1: the launch packs inputs only, after another one that sorted
+  int padding;
 };
-ABI_SIZE(ExpertCall, 176); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
+ABI_SIZE(ExpertCall, 192); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
 ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, item_counts, 32); ABI_AT(ExpertCall, items, 40); ABI_AT(ExpertCall, order, 48);
 ABI_AT(ExpertCall, x, 56); ABI_AT(ExpertCall, inner, 64); ABI_AT(ExpertCall, parts, 72); ABI_AT(ExpertCall, places, 80);
 ABI_AT(ExpertCall, shared, 88); ABI_AT(ExpertCall, shared_weights, 96); ABI_AT(ExpertCall, residual, 104); ABI_AT(ExpertCall, out, 112);
-ABI_AT(ExpertCall, rows, 120); ABI_AT(ExpertCall, chosen, 124); ABI_AT(ExpertCall, pairs, 128); ABI_AT(ExpertCall, count, 132);
-ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(ExpertCall, inner_stride, 144); ABI_AT(ExpertCall, inputs, 148);
-ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, narrow, 164);
-ABI_AT(ExpertCall, columns, 168); ABI_AT(ExpertCall, unit_bytes, 172);
+ABI_AT(ExpertCall, item_of_pair, 120); ABI_AT(ExpertCall, rows, 128); ABI_AT(ExpertCall, chosen, 132); ABI_AT(ExpertCall, pairs, 136);
+ABI_AT(ExpertCall, count, 140); ABI_AT(ExpertCall, hidden, 144); ABI_AT(ExpertCall, x_stride, 148); ABI_AT(ExpertCall, inner_stride, 152);
+ABI_AT(ExpertCall, inputs, 156); ABI_AT(ExpertCall, activation, 160); ABI_AT(ExpertCall, tiles, 164); ABI_AT(ExpertCall, at_once, 168);
+ABI_AT(ExpertCall, narrow, 172); ABI_AT(ExpertCall, columns, 176); ABI_AT(ExpertCall, unit_bytes, 180); ABI_AT(ExpertCall, packs, 184);
+ABI_AT(ExpertCall, padding, 188);
 
 // The first column of an item of an expert whose pairs begin at place `first` of `order`: each expert has room for whole items.
 DEVICE size_t column_of(const ExpertCall& call, int64_t expert, int first) { return first + (call.at_once - 1) * expert; }
@@ -57,6 +62,6 @@ DEVICE size_t column_of(const ExpertCall& call, int64_t expert, int first) { ret
 // read 16 bytes each of two columns read one line of the cache; with columns apart they would read two, which was the bound.
 DEVICE int packed_at(int at_once, int column, int k) { return (k / 32 * at_once + column) * 32 + k % 32; }
 
-// The most experts, and the most pairs of a call, that one block can sort. Calls of more than PAIRS_MOST pairs pack no inputs: each block
-// that packs one reads all pairs.
-constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024, PAIRS_UNPACKED_MOST = 16384;
+// The most experts, and the most pairs, that one block sorts; and the most pairs that it takes at a time. Calls of more than that pack inputs
+// after sorting: a block that does not know the item of its pair reads all pairs.
+constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 16384, PAIRS_AT_A_TIME = 1024;

@@ -101,6 +101,12 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
+    /// Most experts of a row.
+    #[classattr]
+    fn most_chosen() -> usize {
+        moe::MOST_EXPERTS
+    }
+
     /// Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
     #[staticmethod]
     fn refusal(activation: &str, chosen: usize) -> Option<String> {

@@ -219,7 +219,7 @@ class GroupedExperts:
         self._experts = tuple(experts)
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
-        self._most_pairs = self._native.most_pairs
+        self._most_chosen = self._native.most_chosen
         self._plans: dict[tuple[int, int, bool], _native.ExpertsPlan] = {}
         self._numbers = torch.arange(self._native.count + 1, dtype=torch.int16, device=self.device)
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
@@ -281,8 +281,8 @@ class GroupedExperts:
                 f"[rows, {self.hidden}] and twice [rows, chosen]"
             )
         rows, chosen = ids.shape
-        if not 1 <= chosen <= self._most_pairs:
-            raise ShapeError(f"{chosen} experts a row: expected 1 to {self._most_pairs}")
+        if not 1 <= chosen <= self._most_chosen:
+            raise ShapeError(f"{chosen} experts a row: expected 1 to {self._most_chosen}")
         out = torch.empty_like(h) if out is None else out
         given = (("h", h), ("shared", shared), ("residual", residual), ("out", out))
         for name, operand in ((name, operand) for name, operand in given if operand is not None):

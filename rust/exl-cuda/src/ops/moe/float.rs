@@ -228,7 +228,7 @@ impl Float {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::{Call, Experts, most_scratch_bytes, select};
+    use super::super::{Call, Experts, most_scratch_bytes, rows_at_once, select};
     use super::*;
     use crate::capabilities::CARDS;
 
@@ -255,7 +255,7 @@ mod tests {
                 let bytes = experts.scratch_bytes(rows, chosen);
                 let shape = select::Call { rows, chosen, experts: count, hidden, width };
                 prop_assert!(bytes <= most_scratch_bytes(shape));
-                let rows = experts.rows_at_once(rows, chosen);
+                let rows = rows_at_once(rows, chosen);
                 let call = Call {
                     table: 0, h: 0, ids: 0, weights: 0, scratch: 4096, shared: 0, shared_weights: 0, residual: 0, out: 0, rows, chosen,
                     activation: 0,

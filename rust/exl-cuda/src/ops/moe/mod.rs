@@ -24,24 +24,25 @@ use crate::parameters::kernels;
 use float::Float;
 use plan::Form;
 use quantized::Quantized;
-use scratch::{ITEM_BYTES, Scratch, rows_at_once};
+use scratch::{ITEM_BYTES, Scratch};
 use select::Kernel;
 
-pub use scratch::most_scratch_bytes;
+pub use scratch::{most_scratch_bytes, rows_at_once};
 
-/// Most experts of a layer, and most pairs of a call, that one block can sort: of quantized experts, whose inputs are packed, and of float experts.
+/// Most experts of a layer, and most pairs of a call, that one block sorts; and the most pairs that it takes at a time, up to which a call packs its
+/// inputs in the same launch.
 pub const MOST_EXPERTS: usize = 1024;
-pub const MOST_PAIRS: usize = 1024;
-pub const MOST_FLOAT_PAIRS: usize = 16_384;
+pub const MOST_PAIRS: usize = 16_384;
+const PAIRS_AT_A_TIME: usize = 1024;
 
-assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS, PAIRS_UNPACKED_MOST == MOST_FLOAT_PAIRS });
+assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS, PAIRS_AT_A_TIME == PAIRS_AT_A_TIME });
 
 /// Why no card runs `chosen` experts a row with this activation in shared launches, whatever their matrices; None where one may.
 pub fn refusal(activation: &str, chosen: usize) -> Option<String> {
     if Activation::named(activation).is_none() {
         return Some(format!("no kernel of experts has activation {activation}"));
     }
-    (chosen > MOST_PAIRS).then(|| format!("{chosen} experts a row, more than {MOST_PAIRS}"))
+    (chosen > MOST_EXPERTS).then(|| format!("{chosen} experts a row, more than {MOST_EXPERTS}"))
 }
 
 /// `struct ExpertCall` of `kernels/moe/experts.cuh`.
@@ -63,6 +64,7 @@ struct CallArgument {
     shared_weights: usize,
     residual: usize,
     out: usize,
+    item_of_pair: usize,
     rows: i32,
     chosen: i32,
     pairs: i32,
@@ -77,9 +79,11 @@ struct CallArgument {
     narrow: i32,
     columns: i32,
     unit_bytes: i32,
+    packs: i32,
+    padding: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_counts, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, narrow, columns, unit_bytes });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_counts, items, order, x, inner, parts, places, shared, shared_weights, residual, out, item_of_pair, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, narrow, columns, unit_bytes, packs, padding });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -201,19 +205,6 @@ impl Experts {
         }
     }
 
-    /// Most pairs of a call of shared launches.
-    const fn most_pairs(&self) -> usize {
-        match &self.matrices {
-            Matrices::Quantized(_) => MOST_PAIRS,
-            Matrices::Float(_) => MOST_FLOAT_PAIRS,
-        }
-    }
-
-    /// Rows of a call of shared launches of `rows` rows, which are several calls if they have more pairs.
-    pub const fn rows_at_once(&self, rows: usize, chosen: usize) -> usize {
-        rows_at_once(rows, chosen, self.most_pairs())
-    }
-
     /// The kernels of the launches of [`run`], in their order; none where [`Experts::kernel`] is not one of shared launches.
     pub fn launches(&self, rows: usize, chosen: usize, invariant: bool) -> Vec<String> {
         let Kernel::Shared(form) = self.kernel(rows, chosen, invariant) else {
@@ -223,7 +214,12 @@ impl Experts {
             Matrices::Quantized(quantized) => quantized.names(form),
             Matrices::Float(_) => Float::names(form),
         };
-        vec![ARRANGE.to_owned(), gate_up, down, COMBINE.to_owned()]
+        let pairs = rows_at_once(rows, chosen) * chosen;
+        let packing = u32::from(matches!(&self.matrices, Matrices::Quantized(_)));
+        let arranging = arrangement(pairs, packing).map(|_| ARRANGE.to_owned());
+        arranging
+            .chain([gate_up, down, COMBINE.to_owned()])
+            .collect()
     }
 
     pub fn hidden(&self) -> usize {
@@ -272,8 +268,7 @@ impl Experts {
 
     /// Bytes of scratch memory of a call, or of the calls into which larger ones are split.
     pub fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
-        self.scratch(self.rows_at_once(rows, chosen), chosen)
-            .bytes()
+        self.scratch(rows_at_once(rows, chosen), chosen).bytes()
     }
 
     /// The operands of a call whose launches multiply as `form`.
@@ -286,7 +281,7 @@ impl Experts {
         };
         let sizes = self.scratch(op.rows, op.chosen);
         let items = op.scratch + 16;
-        let x = op.scratch + sizes.tables;
+        let x = op.scratch + sizes.tables + sizes.item_of_pair;
         let inner = x + sizes.x;
         CallArgument {
             experts: op.table,
@@ -304,6 +299,11 @@ impl Experts {
             shared_weights: op.shared_weights,
             residual: op.residual,
             out: op.out,
+            item_of_pair: if sizes.item_of_pair == 0 {
+                0
+            } else {
+                op.scratch + sizes.tables
+            },
             rows: op.rows as i32,
             chosen: op.chosen as i32,
             pairs: pairs as i32,
@@ -318,6 +318,8 @@ impl Experts {
             narrow: narrow as i32,
             columns: columns as i32,
             unit_bytes: 0,
+            packs: 0,
+            padding: 0,
         }
     }
 }
@@ -326,6 +328,18 @@ impl Experts {
 fn bytes_of<T: Copy>(entries: &[T]) -> &[u8] {
     // SAFETY: entries are plain numbers without padding (their size is that of all fields); the lifetime is that of `entries`.
     unsafe { std::slice::from_raw_parts(entries.as_ptr().cast(), size_of_val(entries)) }
+}
+
+/// The launches that sort `pairs` pairs and pack inputs by `packing` blocks: whether each only packs, and its blocks.
+fn arrangement(pairs: usize, packing: u32) -> impl Iterator<Item = (i32, u32)> {
+    let apart = sorts_first(pairs) && packing > 0;
+    let first = (0, if apart { 1 } else { 1 + packing });
+    std::iter::once(first).chain(apart.then_some((1, packing)))
+}
+
+/// Whether inputs are packed after the pairs are sorted.
+const fn sorts_first(pairs: usize) -> bool {
+    pairs > PAIRS_AT_A_TIME
 }
 
 const ARRANGE: &str = "experts_arrange";
@@ -397,30 +411,33 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     if pairs == 0 {
         return Ok(());
     }
-    let most = experts.most_pairs();
-    if pairs > most {
+    if pairs > MOST_PAIRS {
         return Err(CudaError::Argument {
             what: format!("{} rows with {} experts each", op.rows, op.chosen),
-            limit: format!("at most {most} of both together"),
+            limit: format!("at most {MOST_PAIRS} of both together"),
         });
     }
     let device = Device::get(to.device)?;
     let form = experts.form(op.rows, op.chosen);
-    let (form, (blocks, of_sm)) = match &experts.matrices {
-        Matrices::Quantized(quantized) => (form, quantized.arranging(pairs, form)),
+    let (form, (packing, of_sm)) = match &experts.matrices {
+        Matrices::Quantized(quantized) => (form, quantized.packing(pairs, form)),
         Matrices::Float(_) => {
             let form = Float::form_at(form, op.h);
-            (form, (1, Float::of_sm(form)))
+            (form, (0, Float::of_sm(form)))
         }
     };
     let argument = experts.argument(op, form);
     let launches = Launches { device, to };
-    let arrange = launches.launch(ARRANGE, [blocks, 1, 1], 256, 0);
     let items = pairs.min(experts.count() + pairs / form.rows());
     // SAFETY: the caller guarantees that the addresses are valid; `parts` lies in the scratch memory.
     unsafe {
-        let mut arguments = kernels::Experts { call: argument };
-        arrange.run_with_shared(device, Some(of_sm), &mut arguments)?;
+        for (packs, blocks) in arrangement(pairs, packing) {
+            let mut arguments = kernels::Experts {
+                call: CallArgument { packs, ..argument },
+            };
+            let arrange = launches.launch(ARRANGE, [blocks, 1, 1], 256, 0);
+            arrange.run_with_shared(device, Some(of_sm), &mut arguments)?;
+        }
         match &experts.matrices {
             Matrices::Quantized(quantized) => {
                 quantized.multiply(&launches, argument, items, form)?;
@@ -556,15 +573,7 @@ mod tests {
             let chosen = chosen.min(count);
             let call = select::Call { rows, chosen, experts: count, hidden, width: 256 };
             let most = most_scratch_bytes(call);
-            let [up, down] = [[hidden, 256], [256, hidden]].map(|[in_features, out_features]| FloatMatrix {
-                weight: 0, bias: 0, in_features, out_features, scale: 1.0, prescale: 1.0,
-            });
-            let floats = vec![[&up, &up, &down]; count];
-            let of_card = |card: crate::Card| {
-                let card = card.with_own_code();
-                let both = [Experts::new(&all(&experts), &card), Experts::of_float(&floats, &card)];
-                both.map(|made| made.unwrap().scratch_bytes(rows, chosen)).into_iter().max().unwrap()
-            };
+            let of_card = |card: crate::Card| Experts::new(&all(&experts), &card.with_own_code()).unwrap().scratch_bytes(rows, chosen);
             let found = CARDS.map(of_card).into_iter().max().unwrap();
             prop_assert!(found <= most && most <= 2 * found, "{} of {}", found, most);
         }

@@ -139,11 +139,10 @@ impl Quantized {
         pairs + (form.rows() - 1) * self.entries.len()
     }
 
-    /// Blocks of the launch that sorts and packs, and the shared memory of an SM that it asks for: as the next one, so that SMs need not
-    /// change over.
-    pub fn arranging(&self, pairs: usize, form: Form) -> (u32, usize) {
+    /// Blocks that pack inputs, and the shared memory of an SM that their launch asks for: as the next one, so that SMs need not change over.
+    pub fn packing(&self, pairs: usize, form: Form) -> (u32, usize) {
         let of_sm = self.matmuls[0].launch(1, form, self.card).of_sm;
-        ((pairs * self.inputs + 1) as u32, of_sm)
+        ((pairs * self.inputs) as u32, of_sm)
     }
 
     /// Launch the matmuls of at most `items` items.

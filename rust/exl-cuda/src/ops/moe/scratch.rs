@@ -2,7 +2,7 @@
 
 use exl_format::exl2::WIDTHS;
 
-use super::{MOST_FLOAT_PAIRS, MOST_PAIRS, select};
+use super::{MOST_PAIRS, select, sorts_first};
 use crate::layout::{SLICE_ROWS, UNIT_ROWS};
 
 /// Bytes of `ExpertCall`'s items.
@@ -14,6 +14,8 @@ const MOST_PADDING: usize = WIDTHS.len() * SLICE_ROWS;
 /// Sizes of the parts of the scratch memory, each rounded up to 16 bytes.
 pub(super) struct Scratch {
     pub tables: usize,
+    /// 0 if inputs are packed while pairs are sorted, or not at all.
+    pub item_of_pair: usize,
     pub x: usize,
     pub inner: usize,
     pub parts: usize,
@@ -25,6 +27,11 @@ impl Scratch {
         let whole = |bytes: usize| bytes.next_multiple_of(16);
         Self {
             tables: 16 + ITEM_BYTES * pairs + whole(4 * pairs),
+            item_of_pair: if x > 0 && sorts_first(pairs) {
+                whole(8 * pairs)
+            } else {
+                0
+            },
             x: whole(2 * columns * x),
             inner: whole(2 * columns * inner),
             parts: whole(2 * pairs * hidden),
@@ -32,34 +39,23 @@ impl Scratch {
     }
 
     pub const fn bytes(&self) -> usize {
-        self.tables + self.x + self.inner + self.parts
+        self.tables + self.item_of_pair + self.x + self.inner + self.parts
     }
 }
 
-/// Rows of a launch: those of a call, or as many as have `most` pairs.
-pub(super) const fn rows_at_once(rows: usize, chosen: usize, most: usize) -> usize {
-    let chosen = if chosen == 0 { 1 } else { chosen };
-    if rows < most / chosen {
-        rows
-    } else {
-        most / chosen
-    }
+/// Rows of a launch: those of a call, or as many as have [`MOST_PAIRS`] pairs.
+pub fn rows_at_once(rows: usize, chosen: usize) -> usize {
+    rows.min(MOST_PAIRS / chosen.max(1))
 }
 
-/// Most bytes of scratch memory of a call on any card: of float experts, and of quantized ones whose gate and up have orders of their own. Matrices have
-/// at most [`MOST_PADDING`] padding rows.
+/// Most bytes of scratch memory of a call on any card, for experts whose gate and up have orders of their own. Matrices have at most [`MOST_PADDING`]
+/// padding rows. Float experts need less.
 pub fn most_scratch_bytes(call: select::Call) -> usize {
-    let at_once = |most| select::Call {
-        rows: rows_at_once(call.rows, call.chosen, most),
-        ..call
-    };
-    let packed = at_once(MOST_PAIRS);
-    let pairs = packed.rows * call.chosen;
-    let columns = pairs + (select::most_rows(packed) - 1) * call.experts;
-    let [x, inner] = [call.hidden, call.width]
-        .map(|features| (features + MOST_PADDING).next_multiple_of(UNIT_ROWS));
-    let quantized = Scratch::of(pairs, columns, 2 * x, inner, call.hidden).bytes();
-    let pairs = at_once(MOST_FLOAT_PAIRS).rows * call.chosen;
-    let float = Scratch::of(pairs, pairs, 0, call.width.next_multiple_of(8), call.hidden).bytes();
-    quantized.max(float)
+    let rows = rows_at_once(call.rows, call.chosen);
+    let call = select::Call { rows, ..call };
+    let (hidden, pairs) = (call.hidden, rows * call.chosen);
+    let columns = pairs + (select::most_rows(call) - 1) * call.experts;
+    let [x, inner] =
+        [hidden, call.width].map(|features| (features + MOST_PADDING).next_multiple_of(UNIT_ROWS));
+    Scratch::of(pairs, columns, 2 * x, inner, hidden).bytes()
 }

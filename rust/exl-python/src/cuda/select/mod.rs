@@ -281,7 +281,7 @@ impl ExpertsPlan {
             rows: if plan.dequantizes || plan.sorts {
                 rows
             } else {
-                experts.rows_at_once(rows, chosen)
+                moe::rows_at_once(rows, chosen)
             },
             scratch_bytes: experts.scratch_bytes(rows, chosen),
             launches: experts.launches(rows, chosen, invariant),

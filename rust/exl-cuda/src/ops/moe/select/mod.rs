@@ -7,7 +7,6 @@ pub mod route;
 
 use super::plan::Form;
 use super::scratch::rows_at_once;
-use super::{MOST_FLOAT_PAIRS, MOST_PAIRS};
 use crate::rows::FEW_ROWS;
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
@@ -107,9 +106,9 @@ impl Call {
     }
 }
 
-/// How shared launches multiply, one of the `forms` of the card. More than [`MOST_PAIRS`] pairs are several calls.
+/// How shared launches multiply, one of the `forms` of the card. More than [`super::MOST_PAIRS`] pairs are several calls.
 pub(super) fn form(call: Call, forms: &[Form]) -> Form {
-    let pairs = rows_at_once(call.rows, call.chosen, MOST_PAIRS) * call.chosen;
+    let pairs = rows_at_once(call.rows, call.chosen) * call.chosen;
     let at_most = |average: usize| pairs <= average * call.experts;
     let paired = call.hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * call.experts;
     let found = if call.rows <= FEW_ROWS || at_most(ROWS_BY_8) {
@@ -143,7 +142,7 @@ pub(super) fn most_rows(call: Call) -> usize {
 
 /// As [`form`], for float experts.
 pub(super) fn float_form(call: Call, forms: &[Form]) -> Form {
-    let pairs = rows_at_once(call.rows, call.chosen, MOST_FLOAT_PAIRS) * call.chosen;
+    let pairs = rows_at_once(call.rows, call.chosen) * call.chosen;
     let at_most = |average: usize| pairs <= average * call.experts;
     let (by_8, by_16) = if call.weights() <= FLOAT_SMALL {
         (pairs < call.experts, false)
@@ -241,9 +240,8 @@ mod tests {
             assert_eq!(found[..6], if pairs { of_pairs } else { others });
             assert_eq!(found[6..], [Kernel::Dequantized; 2]);
         }
-        // A call has at most 1,024 pairs: eight an expert here.
         for (found, _) in kernels(QWEN3_30B_A3B, &[1, 80, 81, 1024, 1025], false) {
-            assert_eq!(found[..4], [By8, By8, By16, By16].map(Kernel::Shared));
+            assert_eq!(found[..4], [By8, By8, By16, By32].map(Kernel::Shared));
             assert_eq!(found[4], Kernel::Dequantized);
         }
     }
@@ -255,7 +253,7 @@ mod tests {
             assert_eq!(found[2..], [Kernel::Apart; 2]);
         }
         for (found, _) in kernels(QWEN3_30B_A3B, &[1, 80, 129, 10_160, 10_161], true) {
-            assert_eq!(found[..4], [By8, By8, By16, By16].map(Kernel::Shared));
+            assert_eq!(found[..4], [By8, By8, By16, By32].map(Kernel::Shared));
             assert_eq!(found[4], Kernel::Apart);
         }
     }
@@ -295,7 +293,7 @@ mod tests {
             assert_eq!([1, 15, 16, 448].map(of), few);
             assert_eq!([449, 33_904].map(of), [by_64; 2].map(Kernel::Shared));
             assert_eq!(of(33_905), Kernel::Sorted);
-            assert_eq!(qwen.rows_at_once(33_904, 8), 2048);
+            assert_eq!(rows_at_once(33_904, 8), 2048);
             assert_eq!(qwen.kernel(33_905, 8, true), Kernel::Shared(by_64));
         }
     }
